@@ -91,6 +91,22 @@ class Dialect:
     stream_type: str = EVENT_STREAM
     """Media type of streamed answers."""
 
+    def get(self, path: str, answer: Answer, *shapes: Any, **more: Any) -> Endpoint:
+        """An endpoint of this API.
+
+        Args:
+            more: as ``Endpoint`` has them.
+        """
+        return Endpoint(method="GET", path=path, dialect=self, answer=answer, shapes=shapes, **more)
+
+    def post(self, path: str, answer: Answer, body: type | None, *shapes: Any, **more: Any) -> Endpoint:
+        """The same for a request with a body; ``None``: one that is not JSON."""
+        return Endpoint(method="POST", path=path, dialect=self, answer=answer, body=body, shapes=shapes, **more)
+
+    def delete(self, path: str, answer: Answer, *shapes: Any, **more: Any) -> Endpoint:
+        """The same for a request that deletes."""
+        return Endpoint(method="DELETE", path=path, dialect=self, answer=answer, shapes=shapes, **more)
+
     def refuse(self, error: HttpError, request_id: str) -> Response:
         """The response for an error."""
         body = self.error_body(error, request_id)
@@ -106,7 +122,7 @@ class Endpoint:
     method: str
     path: str
     dialect: Dialect
-    answer: Callable[[Call], Awaitable[Response]]
+    answer: Answer
     """Its docstring is the endpoint's in the OpenAPI document, the first sentence as the summary."""
     body: type | None = None
     """What a request contains, as JSON."""
@@ -159,6 +175,10 @@ class Endpoint:
                 return call.refuse(error)
 
         return Route(self.path, serve, methods=[self.method])
+
+
+Answer = Callable[["Call"], Awaitable[Response]]
+"""Serves a request."""
 
 
 @attrs.frozen

@@ -13,7 +13,7 @@ from uma_trio.errors import ShuttingDown
 from uma_trio.gateway.answer import json_response
 from uma_trio.gateway.dialects.shapes import Shape
 from uma_trio.gateway.dialects.starling import STARLING
-from uma_trio.gateway.endpoint import Call, Endpoint
+from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import HttpError
 
 READY_TIMEOUT_S: Final = 2.0
@@ -72,6 +72,6 @@ def _readiness(checks: list[Check], headers: dict[str, str] | None = None) -> Re
 
 
 ENDPOINTS = (
-    Endpoint(method="GET", path="/healthz", dialect=STARLING, answer=healthz, shapes=(Healthy,), needs_key=False),
-    Endpoint(method="GET", path="/readyz", dialect=STARLING, answer=readyz, shapes=(Readiness,), needs_key=False),
+    STARLING.get("/healthz", healthz, Healthy, needs_key=False),
+    STARLING.get("/readyz", readyz, Readiness, needs_key=False),
 )

@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 from starlette.responses import Response
 
 from uma_trio.gateway.dialects.openai.shared import OPENAI
-from uma_trio.gateway.endpoint import Call, Endpoint
+from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.guard import HeaderName
 from uma_trio.gateway.metrics_compat import Snapshot, llama_server_entries, vllm_entries
@@ -166,4 +166,4 @@ async def metrics(call: Call) -> Response:
     return response
 
 
-ENDPOINTS = (Endpoint(method="GET", path="/metrics", dialect=OPENAI, answer=metrics, media_types=("text/plain",)),)
+ENDPOINTS = (OPENAI.get("/metrics", metrics, media_types=("text/plain",)),)

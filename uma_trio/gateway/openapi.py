@@ -145,10 +145,5 @@ def endpoint_of(endpoints: Iterable[Endpoint]) -> Endpoint:
         """What this gateway serves."""
         return json_response(document([*endpoints, found]))
 
-    found = Endpoint(
-        method="GET",
-        path="/openapi.json",
-        dialect=STARLING,
-        answer=openapi,
-    )
+    found = STARLING.get("/openapi.json", openapi)
     return found

@@ -80,13 +80,7 @@ def _field(row: Field) -> str:
 
 
 def _endpoint(name: str, path: str, content: bytes) -> Endpoint:
-    return Endpoint(
-        method="GET",
-        path=path,
-        dialect=STARLING,
-        answer=_serving(content, MEDIA_TYPES[name.rpartition(".")[2]]),
-        needs_key=False,
-    )
+    return STARLING.get(path, _serving(content, MEDIA_TYPES[name.rpartition(".")[2]]), needs_key=False)
 
 
 def _files(page: str, folder: Traversable, at: str) -> Iterator[Endpoint]:
@@ -139,12 +133,5 @@ class _Events(Renderer[Event]):
         return sse({"code": error.code, "message": error.message}, event="error")
 
 
-WATCH: Final = Endpoint(
-    method="GET",
-    path="/v1/watch",
-    dialect=STARLING,
-    answer=watch,
-    media_types=(EVENT_STREAM,),
-    needs_admin=True,
-)
+WATCH: Final = STARLING.get("/v1/watch", watch, media_types=(EVENT_STREAM,), needs_admin=True)
 """The data of the dashboard."""

@@ -43,7 +43,7 @@ def endpoints_of(endpoints: Iterable[Endpoint]) -> tuple[Endpoint, ...]:
         return Response(style, headers=HEADERS, media_type=MEDIA_TYPES["css"])
 
     return tuple(
-        Endpoint(method="GET", path=path, dialect=STARLING, answer=answer, needs_key=False)
+        STARLING.get(path, answer, needs_key=False)
         for path, answer in (("/docs", page), ("/docs/style.css", stylesheet))
     )
 

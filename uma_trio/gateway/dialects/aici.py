@@ -32,7 +32,7 @@ from uma_trio.client import (
 )
 from uma_trio.gateway.answer import Renderer, json_response, sse
 from uma_trio.gateway.dialects.shapes import Object, Shape, Warned
-from uma_trio.gateway.endpoint import UNKNOWN_PRINCIPAL, Call, Dialect, Endpoint
+from uma_trio.gateway.endpoint import UNKNOWN_PRINCIPAL, Call, Dialect
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.gateway.guard import is_admin
 from uma_trio.protocol.controllers import MAX_TAGS, ModuleId, StorageWrite
@@ -328,39 +328,11 @@ def _write_var(write: StorageWrite) -> dict[str, Any]:
 
 
 ENDPOINTS = (
-    Endpoint(
-        method="POST",
-        path="/v1/controllers",
-        dialect=AICI,
-        answer=upload,
-        shapes=(Uploaded,),
-        raw_body="application/wasm",
-    ),
-    Endpoint(method="GET", path="/v1/controllers", dialect=AICI, answer=list_modules, shapes=(ControllerList,)),
-    Endpoint(method="GET", path="/v1/controllers/tags", dialect=AICI, answer=list_tags, shapes=(TagList,)),
-    Endpoint(
-        method="POST",
-        path="/v1/controllers/tags",
-        dialect=AICI,
-        answer=set_tags,
-        shapes=(TagList,),
-        body=TagRequest,
-    ),
-    Endpoint(
-        method="DELETE",
-        path="/v1/controllers/{module_id}",
-        dialect=AICI,
-        answer=delete_module,
-        shapes=(Deleted,),
-    ),
-    Endpoint(method="DELETE", path="/v1/controllers/tags/{tag}", dialect=AICI, answer=delete_tag, shapes=(Deleted,)),
-    Endpoint(
-        method="POST",
-        path="/v1/run",
-        dialect=AICI,
-        answer=run,
-        event_shape=RunEvent,
-        body=RunRequest,
-        field_names={"prompt": "controller_arg"},
-    ),
+    AICI.post("/v1/controllers", upload, None, Uploaded, raw_body="application/wasm"),
+    AICI.get("/v1/controllers", list_modules, ControllerList),
+    AICI.get("/v1/controllers/tags", list_tags, TagList),
+    AICI.post("/v1/controllers/tags", set_tags, TagRequest, TagList),
+    AICI.delete("/v1/controllers/{module_id}", delete_module, Deleted),
+    AICI.delete("/v1/controllers/tags/{tag}", delete_tag, Deleted),
+    AICI.post("/v1/run", run, RunRequest, event_shape=RunEvent, field_names={"prompt": "controller_arg"}),
 )

@@ -22,7 +22,7 @@ from uma_trio.gateway.dialects.conversation import without_noise
 from uma_trio.gateway.dialects.openai.shared import OPENAI, Message, chat_messages, template_fields
 from uma_trio.gateway.dialects.openai.tools import TOOL_NAMES, Tool, tool_fields
 from uma_trio.gateway.dialects.shapes import Shape, Warned
-from uma_trio.gateway.endpoint import Call, Endpoint
+from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.gateway.guard import draining
 from uma_trio.gateway.health import READY_TIMEOUT_S
@@ -181,32 +181,11 @@ async def _rendered(call: Call, request: TemplateFields, messages: list[Message]
 
 
 ENDPOINTS = (
-    Endpoint(method="GET", path="/health", dialect=OPENAI, answer=health, shapes=(Health,), needs_key=False),
-    Endpoint(method="GET", path="/v1/health", dialect=OPENAI, answer=health, shapes=(Health,), needs_key=False),
-    Endpoint(
-        method="POST",
-        path="/tokenize",
-        dialect=OPENAI,
-        answer=tokenize,
-        shapes=(Tokens,),
-        body=TokenizeRequest,
-        field_names={"text": ("content", "prompt"), **TOOL_NAMES},
+    OPENAI.get("/health", health, Health, needs_key=False),
+    OPENAI.get("/v1/health", health, Health, needs_key=False),
+    OPENAI.post(
+        "/tokenize", tokenize, TokenizeRequest, Tokens, field_names={"text": ("content", "prompt"), **TOOL_NAMES}
     ),
-    Endpoint(
-        method="POST",
-        path="/detokenize",
-        dialect=OPENAI,
-        answer=detokenize,
-        shapes=(Detokenized,),
-        body=DetokenizeRequest,
-    ),
-    Endpoint(
-        method="POST",
-        path="/apply-template",
-        dialect=OPENAI,
-        answer=apply_template,
-        shapes=(Rendered,),
-        body=TemplateRequest,
-        field_names=TOOL_NAMES,
-    ),
+    OPENAI.post("/detokenize", detokenize, DetokenizeRequest, Detokenized),
+    OPENAI.post("/apply-template", apply_template, TemplateRequest, Rendered, field_names=TOOL_NAMES),
 )

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from uma_trio.gateway.answer import JSON
 from uma_trio.gateway.dialects.starling import STARLING
-from uma_trio.gateway.endpoint import Call, Endpoint
+from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.gateway.guard import draining
 from uma_trio.gateway.peers.channel import OLD_STAMP
@@ -89,14 +89,7 @@ async def _answer(call: Call, question: PeerQuestion) -> tuple[bytes, str]:
 
 
 ENDPOINTS = (
-    Endpoint(
-        method="POST",
-        path=PATH,
-        dialect=STARLING,
-        answer=answer_peer,
-        body=PeerQuestion,
-        shapes=(PeerAnswer,),
-        media_types=(JSON, "application/octet-stream"),
-        needs_key=False,
+    STARLING.post(
+        PATH, answer_peer, PeerQuestion, PeerAnswer, media_types=(JSON, "application/octet-stream"), needs_key=False
     ),
 )

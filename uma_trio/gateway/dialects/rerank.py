@@ -19,7 +19,7 @@ from uma_trio.gateway.answer import json_response
 from uma_trio.gateway.dialects.openai.shapes import EmbeddingUsage
 from uma_trio.gateway.dialects.openai.shared import OPENAI
 from uma_trio.gateway.dialects.shapes import Shape, Warned
-from uma_trio.gateway.endpoint import Call, Endpoint
+from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import invalid
 
 MAX_DOCUMENTS: Final = 2048
@@ -155,23 +155,10 @@ def _results(request: RerankRequest, texts: list[str], found: client.Ranking) ->
 
 ENDPOINTS = (
     *(
-        Endpoint(
-            method="POST",
-            path=path,
-            dialect=OPENAI,
-            answer=rank,
-            shapes=(Ranking, list[RankedIndex]),
-            body=RerankRequest,
-            field_names={"documents": ("documents", "texts")},
+        OPENAI.post(
+            path, rank, RerankRequest, Ranking, list[RankedIndex], field_names={"documents": ("documents", "texts")}
         )
         for path in ("/v1/rerank", "/rerank", "/v1/reranking", "/reranking")
     ),
-    Endpoint(
-        method="POST",
-        path="/v2/rerank",
-        dialect=OPENAI,
-        answer=rank_for_cohere,
-        shapes=(CohereRanking,),
-        body=RerankRequest,
-    ),
+    OPENAI.post("/v2/rerank", rank_for_cohere, RerankRequest, CohereRanking),
 )

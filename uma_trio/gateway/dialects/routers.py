@@ -17,7 +17,7 @@ from uma_trio.client import ModelDescription
 from uma_trio.gateway.answer import json_response
 from uma_trio.gateway.dialects.openai.shared import OPENAI
 from uma_trio.gateway.dialects.shapes import Shape
-from uma_trio.gateway.endpoint import Call, Endpoint
+from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.metrics import by_model
 from uma_trio.gateway.metrics_compat import Snapshot
 from uma_trio.telemetry.catalogue import find
@@ -145,16 +145,7 @@ async def server_info(call: Call) -> Response:
 
 
 ENDPOINTS = (
-    Endpoint(method="GET", path="/v1/loads", dialect=OPENAI, answer=loads, shapes=(Loads,)),
-    Endpoint(method="GET", path="/version", dialect=OPENAI, answer=version, shapes=(Version,), needs_key=False),
-    *(
-        Endpoint(
-            method="GET",
-            path=path,
-            dialect=OPENAI,
-            answer=server_info,
-            shapes=(ServerInfo,),
-        )
-        for path in ("/get_server_info", "/server_info")
-    ),
+    OPENAI.get("/v1/loads", loads, Loads),
+    OPENAI.get("/version", version, Version, needs_key=False),
+    *(OPENAI.get(path, server_info, ServerInfo) for path in ("/get_server_info", "/server_info")),
 )

@@ -27,7 +27,7 @@ from uma_trio.gateway.answer import (
 )
 from uma_trio.gateway.dialects.starling_shapes import Answer, ExplainedPrompt, SteeredAnswer, Tokenized
 from uma_trio.gateway.dialects.starling_shapes import Event as StarlingEvent
-from uma_trio.gateway.endpoint import Call, Dialect, Endpoint, without_effect
+from uma_trio.gateway.endpoint import Call, Dialect, without_effect
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.protocol.messages import to_fields
 from uma_trio.protocol.queries import SteerQuery
@@ -184,42 +184,19 @@ async def tokenize(call: Call) -> Response:
 
 
 ENDPOINTS = (
-    Endpoint(
-        method="POST",
-        path="/v1/generate",
-        dialect=STARLING,
-        answer=generate,
-        shapes=(Answer,),
+    STARLING.post(
+        "/v1/generate",
+        generate,
+        Generate,
+        Answer,
         event_shape=StarlingEvent,
-        body=Generate,
         field_names={"stop_token_ids": ("stop_token_ids", "stop")},
         hidden_fields=OF_THE_CONNECTION,
         media_types=(EVENT_STREAM, NDJSON, JSON),
     ),
-    Endpoint(
-        method="POST",
-        path="/v1/tokenize",
-        dialect=STARLING,
-        answer=tokenize,
-        shapes=(Tokenized,),
-        body=TokenizeRequest,
+    STARLING.post("/v1/tokenize", tokenize, TokenizeRequest, Tokenized),
+    STARLING.post(
+        "/v1/requests/{id}/steer", steer, SteerQuery, SteeredAnswer, needs_owner=True, hidden_fields=OF_THE_PATH
     ),
-    Endpoint(
-        method="POST",
-        path="/v1/requests/{id}/steer",
-        dialect=STARLING,
-        needs_owner=True,
-        answer=steer,
-        shapes=(SteeredAnswer,),
-        body=SteerQuery,
-        hidden_fields=OF_THE_PATH,
-    ),
-    Endpoint(
-        method="GET",
-        path="/v1/requests/{id}/explain",
-        dialect=STARLING,
-        needs_owner=True,
-        answer=explain,
-        shapes=(ExplainedPrompt,),
-    ),
+    STARLING.get("/v1/requests/{id}/explain", explain, ExplainedPrompt, needs_owner=True),
 )

@@ -19,7 +19,7 @@ from uma_trio.gateway.answer import json_response
 from uma_trio.gateway.dialects.starling import OF_THE_CONNECTION, STARLING, Events, read_request
 from uma_trio.gateway.dialects.starling_shapes import Closed, OneSession, SessionContent, SessionPage, Stopped
 from uma_trio.gateway.dialects.starling_shapes import Event as StarlingEvent
-from uma_trio.gateway.endpoint import Call, Endpoint
+from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import LOST, HttpError, invalid
 from uma_trio.protocol.answers import AnswerInfo, SessionInfo
 from uma_trio.protocol.chat import message_fields
@@ -197,22 +197,22 @@ class _KeptEvents(Events):
         return b"" if error.code in LOST else super().fail(error)
 
 
-_endpoint: Final = partial(Endpoint, method="POST", dialect=STARLING, needs_owner=True)
+_get, _post = (partial(each, needs_owner=True) for each in (STARLING.get, STARLING.post))
 
 ENDPOINTS = (
-    _endpoint(method="GET", path="/v1/sessions", answer=list_sessions, shapes=(SessionPage,)),
-    _endpoint(path="/v1/session/read", answer=read_session, shapes=(SessionContent,), body=SessionRequest),
-    _endpoint(path="/v1/session/fork", answer=fork_session, shapes=(OneSession,), body=ForkRequest),
-    _endpoint(path="/v1/session/rename", answer=rename_session, shapes=(OneSession,), body=RenameRequest),
-    _endpoint(path="/v1/session/close", answer=close_session, shapes=(Closed,), body=SessionRequest),
-    _endpoint(
-        path="/v1/session/answer",
-        answer=begin_answer,
+    _get("/v1/sessions", list_sessions, SessionPage),
+    _post("/v1/session/read", read_session, SessionRequest, SessionContent),
+    _post("/v1/session/fork", fork_session, ForkRequest, OneSession),
+    _post("/v1/session/rename", rename_session, RenameRequest, OneSession),
+    _post("/v1/session/close", close_session, SessionRequest, Closed),
+    _post(
+        "/v1/session/answer",
+        begin_answer,
+        Generate,
         event_shape=StarlingEvent,
-        body=Generate,
         field_names={"stop_token_ids": ("stop_token_ids", "stop")},
         hidden_fields=OF_THE_CONNECTION,
     ),
-    _endpoint(path="/v1/session/follow", answer=follow_answer, event_shape=StarlingEvent, body=SessionRequest),
-    _endpoint(path="/v1/session/stop", answer=stop_answer, shapes=(Stopped,), body=SessionRequest),
+    _post("/v1/session/follow", follow_answer, SessionRequest, event_shape=StarlingEvent),
+    _post("/v1/session/stop", stop_answer, SessionRequest, Stopped),
 )

@@ -17,7 +17,7 @@ from uma_trio.client import ModelDescription
 from uma_trio.errors import InternalError
 from uma_trio.gateway.answer import JSON
 from uma_trio.gateway.dialects.openai.shared import OPENAI
-from uma_trio.gateway.endpoint import Call, Endpoint
+from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.request_logger import log
 from uma_trio.processes.interpreter import package_environment, python_module
@@ -95,4 +95,4 @@ async def tokenizer_file(call: Call) -> Response:
     return Response(found.content, headers=headers, media_type=JSON)
 
 
-ENDPOINTS = (Endpoint(method="GET", path="/tokenizer.json", dialect=OPENAI, answer=tokenizer_file),)
+ENDPOINTS = (OPENAI.get("/tokenizer.json", tokenizer_file),)

@@ -206,21 +206,6 @@ def _event(name: str, **fields: Any) -> bytes:
 
 
 ENDPOINTS: Final[Sequence[Endpoint]] = (
-    Endpoint(
-        method="POST",
-        path="/v1/messages",
-        dialect=ANTHROPIC,
-        answer=answer_messages,
-        shapes=(AnswerMessage,),
-        event_shape=MessageEvent,
-        body=MessagesRequest,
-    ),
-    Endpoint(
-        method="POST",
-        path="/v1/messages/count_tokens",
-        dialect=ANTHROPIC,
-        answer=count_tokens,
-        shapes=(TokenCount,),
-        body=Chat,
-    ),
+    ANTHROPIC.post("/v1/messages", answer_messages, MessagesRequest, AnswerMessage, event_shape=MessageEvent),
+    ANTHROPIC.post("/v1/messages/count_tokens", count_tokens, Chat, TokenCount),
 )

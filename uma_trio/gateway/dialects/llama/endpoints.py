@@ -36,7 +36,7 @@ from uma_trio.gateway.dialects.openai.shared import (
     error_body,
 )
 from uma_trio.gateway.dialects.parts import logprobs_of
-from uma_trio.gateway.endpoint import Call, Endpoint
+from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import HttpError
 from uma_trio.protocol.requests import MAX_INFILL_FILES
 
@@ -276,32 +276,24 @@ async def slots(call: Call) -> Response:
 
 ENDPOINTS = (
     *(
-        Endpoint(
-            method="POST",
-            path=path,
-            dialect=OPENAI,
-            answer=complete_as_llama_server,
-            shapes=(LlamaAnswer, list[LlamaAnswer]),
-            event_shape=LlamaAnswer,
-            body=LlamaRequest,
+        OPENAI.post(
+            path, complete_as_llama_server, LlamaRequest, LlamaAnswer, list[LlamaAnswer], event_shape=LlamaAnswer
         )
         for path in ("/completion", "/completions")
     ),
-    Endpoint(
-        method="POST",
-        path="/infill",
-        dialect=OPENAI,
-        answer=fill_as_llama_server,
-        shapes=(LlamaAnswer,),
+    OPENAI.post(
+        "/infill",
+        fill_as_llama_server,
+        InfillRequest,
+        LlamaAnswer,
         event_shape=LlamaAnswer,
-        body=InfillRequest,
         field_names={"infill": "input_prefix"},
     ),
     *(
         attrs.evolve(endpoint, path=endpoint.path.removeprefix("/v1"))
         for endpoint in (*openai_chat.ENDPOINTS, *openai_models.ENDPOINTS, *openai_responses.ENDPOINTS)
     ),
-    Endpoint(method="GET", path="/lora-adapters", dialect=OPENAI, answer=lora_adapters, shapes=(list[LoraAdapter],)),
-    Endpoint(method="GET", path="/props", dialect=OPENAI, answer=props, shapes=(Props,)),
-    Endpoint(method="GET", path="/slots", dialect=OPENAI, answer=slots, shapes=(list[SlotInfo],)),
+    OPENAI.get("/lora-adapters", lora_adapters, list[LoraAdapter]),
+    OPENAI.get("/props", props, Props),
+    OPENAI.get("/slots", slots, list[SlotInfo]),
 )

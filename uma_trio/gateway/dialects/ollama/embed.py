@@ -13,7 +13,7 @@ from uma_trio.client import Embeddings
 from uma_trio.gateway.answer import encoded_vectors, json_response
 from uma_trio.gateway.dialects.ollama.shapes import Embedded, EmbeddedOne
 from uma_trio.gateway.dialects.ollama.shared import OLLAMA, model_name
-from uma_trio.gateway.endpoint import Call, Endpoint
+from uma_trio.gateway.endpoint import Call
 from uma_trio.protocol.requests import MAX_TEXTS
 
 
@@ -72,14 +72,6 @@ async def _embeddings(call: Call, model: str, texts: list[str], *, dimensions: i
 
 
 ENDPOINTS = (
-    Endpoint(method="POST", path="/api/embed", dialect=OLLAMA, answer=embed, shapes=(Embedded,), body=EmbedRequest),
-    Endpoint(
-        method="POST",
-        path="/api/embeddings",
-        dialect=OLLAMA,
-        answer=embed_one,
-        shapes=(EmbeddedOne,),
-        body=EmbeddingRequest,
-        field_names={"input": "prompt"},
-    ),
+    OLLAMA.post("/api/embed", embed, EmbedRequest, Embedded),
+    OLLAMA.post("/api/embeddings", embed_one, EmbeddingRequest, EmbeddedOne, field_names={"input": "prompt"}),
 )

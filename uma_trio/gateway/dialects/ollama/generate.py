@@ -30,7 +30,7 @@ from uma_trio.gateway.dialects.ollama.shared import (
 )
 from uma_trio.gateway.dialects.openai.tools import Tool, offered_tools
 from uma_trio.gateway.dialects.parts import logprobs_of, probabilities
-from uma_trio.gateway.endpoint import Call, Endpoint
+from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.gateway.guard import is_only_user
 from uma_trio.protocol.chat import MAX_MESSAGES, MAX_TOOLS
@@ -231,22 +231,6 @@ def _calls(eos: Eos) -> Calls:
 
 
 ENDPOINTS = (
-    Endpoint(
-        method="POST",
-        path="/api/chat",
-        dialect=OLLAMA,
-        answer=chat,
-        shapes=(ChatAnswer,),
-        event_shape=ChatAnswer,
-        body=ChatRequest,
-    ),
-    Endpoint(
-        method="POST",
-        path="/api/generate",
-        dialect=OLLAMA,
-        answer=generate,
-        shapes=(Generated,),
-        event_shape=Generated,
-        body=GenerateRequest,
-    ),
+    OLLAMA.post("/api/chat", chat, ChatRequest, ChatAnswer, event_shape=ChatAnswer),
+    OLLAMA.post("/api/generate", generate, GenerateRequest, Generated, event_shape=Generated),
 )

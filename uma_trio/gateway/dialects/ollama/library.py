@@ -23,7 +23,7 @@ from starlette.responses import Response
 from uma_trio.gateway.answer import NDJSON, Renderer, encode, json_line, json_response
 from uma_trio.gateway.dialects.ollama.shared import OLLAMA, model_name
 from uma_trio.gateway.dialects.shapes import Warned
-from uma_trio.gateway.endpoint import Call, Endpoint
+from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.processes.interpreter import package_environment, python_module
 
@@ -237,18 +237,11 @@ def _line(**fields: Any) -> bytes:
     return json_line(Status(**fields))
 
 
-_endpoint: Final = partial(Endpoint, dialect=OLLAMA, needs_admin=True)
+_post, _delete = (partial(each, needs_admin=True) for each in (OLLAMA.post, OLLAMA.delete))
 
 ENDPOINTS = (
-    _endpoint(method="POST", path="/api/pull", answer=pull, body=PullRequest, shapes=(Status,), event_shape=Status),
-    _endpoint(method="DELETE", path="/api/delete", answer=delete, body=DeleteRequest),
-    _endpoint(method="POST", path="/api/copy", answer=copy, body=CopyRequest),
-    _endpoint(
-        method="POST",
-        path="/api/create",
-        answer=create,
-        body=CreateRequest,
-        shapes=(Status,),
-        event_shape=Status,
-    ),
+    _post("/api/pull", pull, PullRequest, Status, event_shape=Status),
+    _delete("/api/delete", delete, body=DeleteRequest),
+    _post("/api/copy", copy, CopyRequest),
+    _post("/api/create", create, CreateRequest, Status, event_shape=Status),
 )

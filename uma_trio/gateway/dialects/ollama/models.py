@@ -20,7 +20,7 @@ from uma_trio.gateway.dialects.ollama.shared import (
     iso_time,
     ollama_name,
 )
-from uma_trio.gateway.endpoint import Call, Endpoint
+from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import invalid
 from uma_trio.protocol.answers import ModelDescription
 
@@ -96,8 +96,8 @@ async def show(call: Call) -> Response:
 
 
 ENDPOINTS = (
-    Endpoint(method="GET", path="/api/version", dialect=OLLAMA, answer=version, shapes=(Version,)),
-    Endpoint(method="GET", path="/api/tags", dialect=OLLAMA, answer=tags, shapes=(ModelTags,)),
-    Endpoint(method="GET", path="/api/ps", dialect=OLLAMA, answer=running, shapes=(ModelTags,)),
-    Endpoint(method="POST", path="/api/show", dialect=OLLAMA, answer=show, shapes=(Shown,), body=ShowRequest),
+    OLLAMA.get("/api/version", version, Version),
+    OLLAMA.get("/api/tags", tags, ModelTags),
+    OLLAMA.get("/api/ps", running, ModelTags),
+    OLLAMA.post("/api/show", show, ShowRequest, Shown),
 )

@@ -16,7 +16,7 @@ from uma_trio.gateway.batches.store import OPEN, Batch, new_id
 from uma_trio.gateway.dialects.openai.files import KEPT_S
 from uma_trio.gateway.dialects.openai.shapes import BatchObject, BatchPage, RequestCounts
 from uma_trio.gateway.dialects.openai.shared import OPENAI
-from uma_trio.gateway.endpoint import Call, Endpoint
+from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import HttpError, invalid
 
 WINDOW: Final = re.compile(r"([1-9][0-9]{0,4})([mhd])", re.ASCII)
@@ -157,15 +157,8 @@ def _batch(batch: Batch) -> BatchObject:
 
 
 ENDPOINTS: Final = (
-    Endpoint(
-        method="POST",
-        path="/v1/batches",
-        dialect=OPENAI,
-        answer=create,
-        shapes=(BatchObject,),
-        body=BatchRequest,
-    ),
-    Endpoint(method="GET", path="/v1/batches", dialect=OPENAI, answer=list_batches, shapes=(BatchPage,)),
-    Endpoint(method="GET", path="/v1/batches/{id}", dialect=OPENAI, answer=retrieve, shapes=(BatchObject,)),
-    Endpoint(method="POST", path="/v1/batches/{id}/cancel", dialect=OPENAI, answer=cancel, shapes=(BatchObject,)),
+    OPENAI.post("/v1/batches", create, BatchRequest, BatchObject),
+    OPENAI.get("/v1/batches", list_batches, BatchPage),
+    OPENAI.get("/v1/batches/{id}", retrieve, BatchObject),
+    OPENAI.post("/v1/batches/{id}/cancel", cancel, None, BatchObject),
 )

@@ -36,7 +36,7 @@ from uma_trio.gateway.dialects.openai.shared import (
 )
 from uma_trio.gateway.dialects.openai.tools import TOOL_NAMES, Tool, call_delta, tool_fields, whole_calls
 from uma_trio.gateway.dialects.parts import logprobs_of, probabilities
-from uma_trio.gateway.endpoint import Call, Endpoint
+from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import invalid
 from uma_trio.protocol.chat import MAX_MESSAGES, MAX_TOOLS
 
@@ -196,32 +196,14 @@ class ChatChunks(Chunks):
 
 
 ENDPOINTS = (
-    Endpoint(
-        method="POST",
-        path="/v1/chat/completions",
-        dialect=OPENAI,
-        answer=complete_chat,
-        shapes=(ChatCompletion,),
+    OPENAI.post(
+        "/v1/chat/completions",
+        complete_chat,
+        ChatRequest,
+        ChatCompletion,
         event_shape=ChatChunk,
-        body=ChatRequest,
         field_names={**TOOL_NAMES, "answer_id": "Last-Event-ID"},
     ),
-    Endpoint(
-        method="POST",
-        path="/v1/chat/completions/input_tokens",
-        dialect=OPENAI,
-        answer=count_input,
-        shapes=(InputTokens,),
-        body=ChatRequest,
-        field_names=TOOL_NAMES,
-    ),
-    Endpoint(
-        method="POST",
-        path="/v1/chat/completions/render",
-        dialect=OPENAI,
-        answer=render,
-        shapes=(PromptTokens,),
-        body=ChatRequest,
-        field_names=TOOL_NAMES,
-    ),
+    OPENAI.post("/v1/chat/completions/input_tokens", count_input, ChatRequest, InputTokens, field_names=TOOL_NAMES),
+    OPENAI.post("/v1/chat/completions/render", render, ChatRequest, PromptTokens, field_names=TOOL_NAMES),
 )

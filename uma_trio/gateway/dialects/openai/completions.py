@@ -15,7 +15,7 @@ from uma_trio.gateway.dialects.openai.chunks import Chunks
 from uma_trio.gateway.dialects.openai.shapes import Completion, PromptTokens, TextChoice, TextLogprobs
 from uma_trio.gateway.dialects.openai.shared import OPENAI, Sampling, adapters_of, check_session, finish_reason
 from uma_trio.gateway.dialects.parts import logprobs_of
-from uma_trio.gateway.endpoint import Call, Endpoint
+from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import invalid
 from uma_trio.protocol.events import Logprob, Logprobs
 
@@ -158,21 +158,6 @@ class TextChunks(Chunks):
 
 
 ENDPOINTS = (
-    Endpoint(
-        method="POST",
-        path="/v1/completions",
-        dialect=OPENAI,
-        answer=complete,
-        shapes=(Completion,),
-        event_shape=Completion,
-        body=CompletionRequest,
-    ),
-    Endpoint(
-        method="POST",
-        path="/v1/completions/render",
-        dialect=OPENAI,
-        answer=render,
-        shapes=(list[PromptTokens],),
-        body=CompletionRequest,
-    ),
+    OPENAI.post("/v1/completions", complete, CompletionRequest, Completion, event_shape=Completion),
+    OPENAI.post("/v1/completions/render", render, CompletionRequest, list[PromptTokens]),
 )

@@ -14,7 +14,7 @@ from uma_trio.gateway.answer import encoded_vectors, json_response
 from uma_trio.gateway.dialects.llama.tokens import Translation
 from uma_trio.gateway.dialects.openai.shapes import Embedding, EmbeddingList, EmbeddingUsage
 from uma_trio.gateway.dialects.openai.shared import OPENAI
-from uma_trio.gateway.endpoint import Call, Endpoint
+from uma_trio.gateway.endpoint import Call
 
 MAX_TEXTS: Final = 2048
 """Texts of one request, as in OpenAI's API and in the socket protocol."""
@@ -61,13 +61,4 @@ def in_base64(vector: Sequence[float]) -> str:
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
 
 
-ENDPOINTS = (
-    Endpoint(
-        method="POST",
-        path="/v1/embeddings",
-        dialect=OPENAI,
-        answer=embed,
-        shapes=(EmbeddingList,),
-        body=EmbeddingRequest,
-    ),
-)
+ENDPOINTS = (OPENAI.post("/v1/embeddings", embed, EmbeddingRequest, EmbeddingList),)

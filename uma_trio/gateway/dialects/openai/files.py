@@ -23,7 +23,7 @@ from uma_trio.gateway.batches.store import StoredFile, new_id
 from uma_trio.gateway.body import Body
 from uma_trio.gateway.dialects.openai.shapes import DeletedFile, File, FilePage
 from uma_trio.gateway.dialects.openai.shared import OPENAI
-from uma_trio.gateway.endpoint import Call, Endpoint
+from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.gateway.upload import Form, with_body
 
@@ -190,15 +190,9 @@ def _file(file: StoredFile) -> File:
 
 
 ENDPOINTS: Final = (
-    Endpoint(method="POST", path="/v1/files", dialect=OPENAI, answer=upload, shapes=(File,), form=UploadedFile),
-    Endpoint(method="GET", path="/v1/files", dialect=OPENAI, answer=list_files, shapes=(FilePage,)),
-    Endpoint(method="GET", path="/v1/files/{id}", dialect=OPENAI, answer=retrieve, shapes=(File,)),
-    Endpoint(method="DELETE", path="/v1/files/{id}", dialect=OPENAI, answer=delete, shapes=(DeletedFile,)),
-    Endpoint(
-        method="GET",
-        path="/v1/files/{id}/content",
-        dialect=OPENAI,
-        answer=content,
-        media_types=("application/jsonl",),
-    ),
+    OPENAI.post("/v1/files", upload, None, File, form=UploadedFile),
+    OPENAI.get("/v1/files", list_files, FilePage),
+    OPENAI.get("/v1/files/{id}", retrieve, File),
+    OPENAI.delete("/v1/files/{id}", delete, DeletedFile),
+    OPENAI.get("/v1/files/{id}/content", content, media_types=("application/jsonl",)),
 )

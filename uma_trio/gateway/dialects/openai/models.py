@@ -15,7 +15,7 @@ from uma_trio.gateway.dialects.anthropic.shapes import ModelInfo, ModelInfoPage
 from uma_trio.gateway.dialects.anthropic.shared import ANTHROPIC, VERSION_HEADER
 from uma_trio.gateway.dialects.openai.shapes import ManagedModel, Model, ModelMeta, ModelPage, ModelStatus
 from uma_trio.gateway.dialects.openai.shared import OPENAI
-from uma_trio.gateway.endpoint import Call, Endpoint
+from uma_trio.gateway.endpoint import Call
 from uma_trio.protocol.answers import bare_name
 
 
@@ -107,32 +107,10 @@ async def _managed(call: Call, action: Literal["load", "unload", "reload"]) -> R
 OTHERS: Final = {VERSION_HEADER: ANTHROPIC}
 
 ENDPOINTS = (
-    Endpoint(
-        method="GET",
-        path="/v1/models",
-        dialect=OPENAI,
-        dialects=OTHERS,
-        answer=list_models,
-        shapes=(ModelPage, ModelInfoPage),
-    ),
-    Endpoint(
-        method="GET",
-        path="/v1/models/{name:path}",
-        dialect=OPENAI,
-        dialects=OTHERS,
-        answer=retrieve_model,
-        shapes=(Model, ModelInfo),
-    ),
+    OPENAI.get("/v1/models", list_models, ModelPage, ModelInfoPage, dialects=OTHERS),
+    OPENAI.get("/v1/models/{name:path}", retrieve_model, Model, ModelInfo, dialects=OTHERS),
     *(
-        Endpoint(
-            method="POST",
-            path=f"/v1/models/{action}",
-            dialect=OPENAI,
-            answer=answer,
-            shapes=(ManagedModel,),
-            body=ModelRequest,
-            needs_admin=True,
-        )
+        OPENAI.post(f"/v1/models/{action}", answer, ModelRequest, ManagedModel, needs_admin=True)
         for action, answer in (("load", load), ("unload", unload), ("reload", reload))
     ),
 )

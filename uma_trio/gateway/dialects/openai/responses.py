@@ -347,33 +347,15 @@ def _head(
 
 
 ENDPOINTS: Final[Sequence[Endpoint]] = (
-    Endpoint(
-        method="POST",
-        path="/v1/responses",
-        dialect=OPENAI,
-        answer=respond,
-        shapes=(ResponseObject,),
+    OPENAI.post(
+        "/v1/responses",
+        respond,
+        ResponsesRequest,
+        ResponseObject,
         event_shape=ResponseEvent,
-        body=ResponsesRequest,
         field_names={**names_of("responses"), **EARLIER_NAMES},
     ),
-    Endpoint(
-        method="POST",
-        path="/v1/responses/input_tokens",
-        dialect=OPENAI,
-        answer=count_input,
-        shapes=(InputTokens,),
-        body=Input,
-        field_names=EARLIER_NAMES,
-    ),
-    Endpoint(
-        method="POST",
-        path="/v1/responses/render",
-        dialect=OPENAI,
-        answer=render,
-        shapes=(PromptTokens,),
-        body=Input,
-        field_names=EARLIER_NAMES,
-    ),
+    OPENAI.post("/v1/responses/input_tokens", count_input, Input, InputTokens, field_names=EARLIER_NAMES),
+    OPENAI.post("/v1/responses/render", render, Input, PromptTokens, field_names=EARLIER_NAMES),
     *STORED_ENDPOINTS,
 )

@@ -296,36 +296,10 @@ def _no_conversation(name: str) -> HttpError:
 
 
 ENDPOINTS: Final[Sequence[Endpoint]] = (
-    Endpoint(
-        method="GET",
-        path="/v1/responses/{id}",
-        dialect=OPENAI,
-        answer=retrieve,
-        shapes=(ResponseObject,),
-        event_shape=ResponseEvent,
-    ),
-    Endpoint(method="POST", path="/v1/responses/{id}/cancel", dialect=OPENAI, answer=cancel, shapes=(ResponseObject,)),
-    Endpoint(method="DELETE", path="/v1/responses/{id}", dialect=OPENAI, answer=delete, shapes=(DeletedObject,)),
-    Endpoint(
-        method="POST",
-        path="/v1/conversations",
-        dialect=OPENAI,
-        answer=create_conversation,
-        shapes=(ConversationObject,),
-        body=ConversationRequest,
-    ),
-    Endpoint(
-        method="GET",
-        path="/v1/conversations/{id}",
-        dialect=OPENAI,
-        answer=retrieve_conversation,
-        shapes=(ConversationObject,),
-    ),
-    Endpoint(
-        method="DELETE",
-        path="/v1/conversations/{id}",
-        dialect=OPENAI,
-        answer=delete_conversation,
-        shapes=(DeletedObject,),
-    ),
+    OPENAI.get("/v1/responses/{id}", retrieve, ResponseObject, event_shape=ResponseEvent),
+    OPENAI.post("/v1/responses/{id}/cancel", cancel, None, ResponseObject),
+    OPENAI.delete("/v1/responses/{id}", delete, DeletedObject),
+    OPENAI.post("/v1/conversations", create_conversation, ConversationRequest, ConversationObject),
+    OPENAI.get("/v1/conversations/{id}", retrieve_conversation, ConversationObject),
+    OPENAI.delete("/v1/conversations/{id}", delete_conversation, DeletedObject),
 )

@@ -13,7 +13,7 @@ from uma_trio.gateway.body import Body
 from uma_trio.gateway.dialects.contents import Picture, content_of
 from uma_trio.gateway.dialects.openai.shapes import Transcription, TranscriptionUsage
 from uma_trio.gateway.dialects.openai.shared import OPENAI
-from uma_trio.gateway.endpoint import Call, Endpoint
+from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.upload import Arriving, Form, with_body
 
 QUESTION: Final = "Transcribe this audio."
@@ -73,12 +73,11 @@ async def _transcribed(call: Call, body: Body) -> Response:
 
 
 ENDPOINTS = (
-    Endpoint(
-        method="POST",
-        path="/v1/audio/transcriptions",
-        dialect=OPENAI,
-        answer=transcribe,
-        shapes=(Transcription,),
+    OPENAI.post(
+        "/v1/audio/transcriptions",
+        transcribe,
+        None,
+        Transcription,
         form=TranscriptionForm,
         media_types=("application/json", "text/plain"),
     ),
