@@ -163,7 +163,8 @@ class ChatChunks(Chunks):
         """The role of each answer."""
         delta = Delta(role="assistant", content="")
         choices = [ChunkChoice(index=index, delta=delta, finish_reason=None) for index in range(self._n)]
-        return b"".join(sse(self._chunk([choice])) for choice in choices)
+        first = sse(self._chunk(choices[:1], {"warnings": self._warnings or UNSET}))
+        return first + b"".join(sse(self._chunk([choice])) for choice in choices[1:])
 
     def choice(self, event: Event) -> ChunkChoice:
         """What is new of an answer."""

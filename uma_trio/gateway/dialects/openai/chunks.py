@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import attrs
+from msgspec import UNSET
 
 from uma_trio.client import Eos, Event, PrefillProgress, Reasoning, Token, ToolCallDelta
 from uma_trio.gateway.answer import PLACE, AnswerRenderer, PreparedEvent, sse
@@ -24,7 +25,7 @@ class Chunks(AnswerRenderer):
         extras: further fields of chunks.
         n: answers of each prompt.
         has_usage: whether the last chunk of a stream has the usage.
-        warnings: for the first chunk.
+        warnings: for the first chunk, which ``begin`` writes, maybe after events were rendered.
     """
 
     shape: type[ChatChunk | Completion]
@@ -57,7 +58,7 @@ class Chunks(AnswerRenderer):
         match event:
             case Token() | Reasoning() if event.logprob is None and not event.text:
                 return b""
-            case Token() | Reasoning() if event.logprob is None and not more and not self._warnings:
+            case Token() | Reasoning() if event.logprob is None and not more:
                 key = (event.index, type(event))
                 if key not in self._prepared:
                     chunk = self._chunk([self.choice(attrs.evolve(event, text=PLACE))])
@@ -86,13 +87,9 @@ class Chunks(AnswerRenderer):
 
     def whole(self, ends: Sequence[Eos]) -> object:
         """All answers."""
-        more = {**self._extras.at_end(ends), "usage": usage_of(ends, self._n)}
-        return self.whole_shape(**self._warned(), choices=[*map(self.whole_choice, ends)], **more)
+        choices, usage = [*map(self.whole_choice, ends)], usage_of(ends, self._n)
+        fields = {**self._head, "warnings": self._warnings or UNSET, **self._extras.at_end(ends)}
+        return self.whole_shape(**fields, choices=choices, usage=usage)
 
     def _chunk(self, choices: list[Any], more: dict[str, Any] | None = None) -> object:
-        return self.shape(**{**self._warned(), **self._usage, **(more or {})}, choices=choices)
-
-    def _warned(self) -> dict[str, Any]:
-        """The fields of a chunk, the first one with the warnings."""
-        warnings, self._warnings = self._warnings, []
-        return {**self._head, "warnings": warnings} if warnings else self._head
+        return self.shape(**{**self._head, **self._usage, **(more or {})}, choices=choices)

@@ -8,7 +8,7 @@ from typing import Any, Final
 from starlette.responses import Response
 
 from uma_trio.client import Eos, Event, Token
-from uma_trio.gateway.answer import json_response
+from uma_trio.gateway.answer import json_response, sse
 from uma_trio.gateway.dialects.llama.extras import Extras, describe, head_of
 from uma_trio.gateway.dialects.llama.tokens import Tokens, Translation
 from uma_trio.gateway.dialects.openai.chunks import Chunks
@@ -132,9 +132,14 @@ def _alternatives(of: Logprobs) -> Sequence[Logprob]:
 
 
 class TextChunks(Chunks):
-    """Writes text completions.  Warnings are in the first chunk that has a text: clients expect a choice in each."""
+    """Writes text completions."""
 
     shape = whole_shape = Completion
+
+    def begin(self) -> bytes:
+        """The warnings, if there are any, next to an empty text: clients expect a choice in each chunk."""
+        empty = TextChoice(text="", index=0, logprobs=None, finish_reason=None)
+        return sse(self._chunk([empty], {"warnings": self._warnings})) if self._warnings else b""
 
     def choice(self, event: Event) -> TextChoice:
         """What is new of an answer, or all of it."""
