@@ -80,11 +80,13 @@ async def child(nursery, library):
     await link.aclose()
 
 
-@pytest.mark.parametrize("number", sampled([signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS], 4))
-async def test_the_reason_of_a_death_names_the_signal(child, number):
+@pytest.mark.parametrize("number", sampled([signal.SIGSEGV, signal.SIGKILL, signal.SIGABRT, signal.SIGBUS], 4))
+async def test_the_reason_of_a_death_names_the_signal_and_the_log_says_where(child, number, caplog):
     os.kill(child.pid, number)
-    with trio.fail_after(60), pytest.raises(EngineDied, match=number.name):
+    kill = number is signal.SIGKILL
+    with trio.fail_after(60), pytest.raises(EngineDied, match=number.name + ("" if kill else ": Fatal Python error: ")):
         await child.receive()
+    assert kill or "engine/worker.py" in caplog.text
 
 
 async def test_rows_of_k_quants_are_reproducible(nursery, library):

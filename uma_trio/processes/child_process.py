@@ -34,7 +34,11 @@ LAST_LINES_S: Final = 1.0
 POLL_S: Final = 0.1
 """How often to look whether a child has ended, where the system does not report it."""
 
-ASSERTION: Final = re.compile(r"GGML_ASSERT\(.*\) failed|GGML_ABORT|ggml_abort|terminate called|CUDA error|what\(\):")
+ASSERTION: Final = re.compile(
+    r"GGML_ASSERT\(.*\) failed|GGML_ABORT|ggml_abort|terminate called|CUDA error|what\(\):|^Fatal Python error"
+)
+TRACE: Final = re.compile(r"\s*File \"|Current thread|Thread 0x|Extension modules:|<no Python frame>")
+"""A line of a traceback, which does not say why the child has ended."""
 
 
 class ChildProcess:
@@ -212,7 +216,7 @@ class ChildProcess:
         if line.startswith(LOG_MARK):
             with contextlib.suppress(msgspec.DecodeError):
                 level, name, text, fields = msgspec.json.decode(line[len(LOG_MARK) :], type=LogRecord)
-        elif line.strip():
+        elif line.strip() and not TRACE.match(line):
             self._lines.append(line.strip())
         if text.strip():
             extra = {**self.extra, "fields": fields}

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import sys
@@ -58,10 +59,14 @@ def end_with_it() -> None:
 
 
 def send_log_to_it(level: int) -> None:
-    """Send log records of ``level`` and above to the parent, which adds them to its own log.
+    """Send log records of ``level`` and above to the parent, which adds them to its own log, and a traceback if a signal
+    such as SIGSEGV ends this process.
+
+    wasmtime's handlers come later, and pass on what is no trap.
 
     The attribute ``fields`` of a record, if there is one, is a dictionary that JSON can hold.
     """
+    faulthandler.enable()
     handler = _ToParent()
     handler.setFormatter(logging.Formatter("%(message)s"))
     logging.basicConfig(level=level, handlers=[handler])
