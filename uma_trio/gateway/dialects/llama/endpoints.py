@@ -18,6 +18,7 @@ from uma_trio.gateway.answer import AnswerRenderer, json_response, sse
 from uma_trio.gateway.dialects.llama.extras import (
     Description,
     Extras,
+    describe,
     fingerprint_of,
     generation_settings,
     probabilities_of,
@@ -32,8 +33,8 @@ from uma_trio.gateway.dialects.openai.shared import (
     OPENAI,
     Sampling,
     adapters_of,
-    check_session,
     error_body,
+    session_fields,
 )
 from uma_trio.gateway.dialects.parts import logprobs_of
 from uma_trio.gateway.endpoint import Call
@@ -90,8 +91,7 @@ async def complete_as_llama_server(call: Call) -> Response:
     request, warnings = await call.read(LlamaRequest)
     async with Translation(call, request.model) as translation:
         prompts = await translation.prompts(request.prompt, "prompt", most=MAX_PROMPTS)
-    check_session(request.session_id, prompts)
-    session = {} if request.session_id is None else {"session_id": request.session_id, "history": "replace"}
+    session = session_fields(request.session_id, prompts)
     asked = [{"prompt": prompt, **session} for prompt in prompts]
     return await _answer(call, request, asked, prompts, warnings, is_list=is_several(request.prompt))
 
@@ -129,7 +129,6 @@ async def _answer(
     logprobs = request.n_probs or (0 if request.return_tokens and not request.stream else None)
     adapters = await adapters_of(call, request)
     sampling = {**request.fields(), "logit_bias": bias}
-    n = sampling.get("n") or 1
     extras = Extras(request)
     requests = [
         call.for_daemon(
@@ -137,20 +136,11 @@ async def _answer(
             adapters=adapters,
             **fields,
             logprobs=logprobs,
-            constraint=request.constraint,
             **extras.fields,
         )
         for fields in asked
     ]
-    model = await call.daemon.model(request.model)
-    description = Description(
-        model=request.model or model.name,
-        warnings=warnings,
-        settings=generation_settings(model, sampling, n_probs=request.n_probs, stream=request.stream),
-        prompts=[prompt for prompt in prompts for _ in range(n)],
-        limit=sampling.get("max_tokens") or call.config.limits.default_max_tokens or None,
-        probabilities=bool(request.n_probs),
-    )
+    description = await describe(call, request, sampling, prompts, n_probs=request.n_probs, warnings=warnings)
     renderer = LlamaEvents(description, extras, request, call.id, is_list=is_list)
     return await call.answers(*requests, renderer=renderer, is_streamed=request.stream)
 

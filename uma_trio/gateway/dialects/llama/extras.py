@@ -236,9 +236,9 @@ class Description:
     """The prompt of each answer."""
     limit: int | None
     """The longest answer in tokens, if there is a limit other than the context."""
-    probabilities: bool = False
+    probabilities: bool
     """Whether the client wants them."""
-    warnings: Sequence[str] = ()
+    warnings: Sequence[str]
 
     def of(self, eos: Eos, content: str, tokens: list[int], *, has_new_line: bool) -> LlamaAnswer:
         """The fields for the end of an answer."""
@@ -270,22 +270,25 @@ class Description:
 async def describe(
     call: Call,
     request: Sampling,
-    head: Mapping[str, Any],
     sampling: Mapping[str, Any],
-    prompts: Sequence[str | list[int]],
+    prompts: Sequence[Any],
+    *,
+    n_probs: int | None = None,
+    warnings: Sequence[str] = (),
 ) -> Description:
-    """The description of a request of OpenAI's API.
+    """The description of a request with these prompts, each of which has ``n`` answers.
 
     Raises:
         HttpError: the daemon cannot be reached.
     """
     model = await call.daemon.model(request.model)
-    settings = generation_settings(model, sampling, stream=request.stream)
     return Description(
-        model=head["model"],
-        settings=settings,
-        prompts=prompts,
+        model=request.model or model.name,
+        settings=generation_settings(model, sampling, n_probs=n_probs, stream=request.stream),
+        prompts=[prompt for prompt in prompts for _ in range(sampling.get("n") or 1)],
         limit=sampling.get("max_tokens") or call.config.limits.default_max_tokens or None,
+        probabilities=bool(n_probs),
+        warnings=warnings,
     )
 
 

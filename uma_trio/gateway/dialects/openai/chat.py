@@ -104,7 +104,7 @@ async def complete_chat(call: Call) -> Response:
         chat = {**await call.daemon.with_pictures(chat)}
         offered = {} if tools["tool_choice"] == "none" else {"tools": tools["tools"]}
         prompt = await rendered(call, model=request.model, messages=chat["messages"], **template, **offered)
-        description = await describe(call, request, head, sampling, [prompt] * n)
+        description = await describe(call, request, sampling, [prompt])
     extras = Extras(request, description)
     fields = call.for_daemon(
         **sampling,
@@ -114,7 +114,6 @@ async def complete_chat(call: Call) -> Response:
         **tools,
         parallel_tool_calls=request.parallel_tool_calls,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-        constraint=request.constraint,
         separate_reasoning=True,
         **extras.fields,
     )

@@ -13,7 +13,7 @@ from uma_trio.gateway.dialects.llama.extras import Extras, describe, head_of
 from uma_trio.gateway.dialects.llama.tokens import Tokens, Translation
 from uma_trio.gateway.dialects.openai.chunks import Chunks
 from uma_trio.gateway.dialects.openai.shapes import Completion, PromptTokens, TextChoice, TextLogprobs
-from uma_trio.gateway.dialects.openai.shared import OPENAI, Sampling, adapters_of, check_session, finish_reason
+from uma_trio.gateway.dialects.openai.shared import OPENAI, Sampling, adapters_of, finish_reason, session_fields
 from uma_trio.gateway.dialects.parts import logprobs_of
 from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import invalid
@@ -55,17 +55,15 @@ async def complete(call: Call) -> Response:
     request.check()
     async with Translation(call, request.model) as translation:
         prompts = await translation.prompts(request.prompt, "prompt", most=MAX_PROMPTS)
-    check_session(request.session_id, prompts)
     asked = [_asked(prompt, request.suffix) for prompt in prompts]
-    session = {} if request.session_id is None else {"session_id": request.session_id, "history": "replace"}
+    session = session_fields(request.session_id, prompts)
     adapters = await adapters_of(call, request)
     sampling = {"max_tokens": DEFAULT_MAX_TOKENS, **request.fields()}
     n = sampling.get("n") or 1
     head = await head_of(call, f"cmpl-{call.id}", request.model)
     description = None
     if request.verbose or call.config.http.verbose:
-        each = [prompt for prompt in prompts for _ in range(n)]
-        description = await describe(call, request, head, sampling, each)
+        description = await describe(call, request, sampling, prompts)
     extras = Extras(request, description)
     requests = [
         call.for_daemon(
@@ -75,7 +73,6 @@ async def complete(call: Call) -> Response:
             **fields,
             logprobs=request.logprobs,
             echo=request.echo,
-            constraint=request.constraint,
             **extras.fields,
         )
         for fields in asked

@@ -225,7 +225,8 @@ class Sampling(Constrained, kw_only=True):
         More ``max_tokens`` than there is room for count as no limit, here and in all dialects but Starling's: clients
         often have a large number in their settings, and an answer that fills the context says so.
         """
-        return {"model": self.model, "logit_bias": self.logit_bias, "fit_max_tokens": True, **fields_of(self, "openai")}
+        given = {"model": self.model, "logit_bias": self.logit_bias, "constraint": self.constraint}
+        return {**given, "fit_max_tokens": True, **fields_of(self, "openai")}
 
 
 async def adapters_of(call: Call, request: Sampling) -> list[dict[str, Any]] | None:
@@ -368,13 +369,15 @@ def arguments_of(text: str, parameter: str, cost: JsonCost) -> dict[str, Any]:
     return found
 
 
-def check_session(session_id: str | None, prompts: Sequence[object]) -> None:
-    """
+def session_fields(session_id: str | None, prompts: Sequence[object]) -> dict[str, Any]:
+    """The fields of the socket protocol for the session of a prompt.
+
     Raises:
         HttpError: several prompts would be one session.
     """
     if session_id is not None and len(prompts) > 1:
         raise invalid("a session has one prompt at a time", parameter="session_id")
+    return {} if session_id is None else {"session_id": session_id, "history": "replace"}
 
 
 def usage_of(ends: Sequence[Eos], n: int) -> Usage:
