@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.support.cases import all_cases
 from tests.support.draws import sample
 from tests.support.profile import sampled
+from uma_trio.engine.sampling import filters, plan
 from uma_trio.engine.sampling.dry import Breakers
 from uma_trio.engine.sampling.plan import MAX_SORTED_TOP_K, Plan, Rows
 from uma_trio.engine.sampling.sampler import distribution
@@ -348,3 +349,15 @@ def drawn_with(**fields):
 def test_every_parameter_counts(name):
     needed = NEEDED.get(name, {})
     assert drawn_with(**needed) != drawn_with(**needed, **{name: OTHER_VALUES[name]})
+
+
+@all_cases("others", [{}, {"top_k": 40}, {"top_k": 900}, {"top_p": 0.5}, {"min_p": 0.1}, {"typical_p": 0.9}])
+def test_a_new_filter_is_a_row_of_the_table(others):
+    def keep_best(logits, distances, kept, params):
+        return distances == 0
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (filters, plan):
+            patch.setattr(module, "FILTERS", (*filters.FILTERS, filters.Filter(lambda params, n: True, keep_best)))
+        ids, _ = distribution(*noise(1, 1000), SamplingParams(temperature=1.0, **others))
+    assert ids.tolist() == [noise(1, 1000).argmax()]

@@ -140,7 +140,8 @@ def name(section: bytes, position: int) -> tuple[str, int]:
 
 def export(name: str, kind: int, index: int) -> bytes:
     """An entry of the exports."""
-    return encode(len(name)) + name.encode() + bytes([kind]) + encode(index)
+    data = name.encode()
+    return encode(len(data)) + data + bytes([kind]) + encode(index)
 
 
 def decode(data: bytes, position: int) -> tuple[int, int]:

@@ -128,6 +128,8 @@ def _served(path: Path) -> Iterator[Finding]:
 def _gateway(gateway: dict[str, Any]) -> Finding:
     """Report the HTTP gateway from a metrics snapshot."""
     restarts = gateway["restarts_total"]
+    if gateway["pid"] is None:
+        return Finding("gateway", "warning", "HTTP is not served: its process starts again", "read the daemon's log")
     message = f"HTTP is served by process {gateway['pid']}"
     if not restarts:
         return Finding("gateway", "ok", message)

@@ -1,7 +1,7 @@
 """The filters of llama.cpp's chain, in its order: each says which tokens of one row it keeps, however many these are.
 
-Only the tokens near a limit are sorted: a flat distribution keeps most of the vocabulary.  Rows whose filters all keep the
-most likely tokens are mostly filtered without these functions, by the running sums of sorted candidates (``sampler.py``).
+Only the tokens near a limit are sorted: a flat distribution keeps most of the vocabulary.  A row whose filters all have
+``by_sums`` is mostly filtered without these functions, by the running sums of sorted candidates (``sampler.py``).
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ class Filter(NamedTuple):
     keep: Callable[[Floats, Floats, Bools, SamplingParams], Bools]
     """Marks the tokens that it keeps.  Gets the logits, how far each is below the largest one, and what the filters before it
     have kept."""
-    keeps_best: bool = True
-    """It keeps the most likely tokens, and no others."""
+    by_sums: bool = False
+    """``sampler.py`` finds what it keeps in sorted candidates: it keeps the most likely tokens, and no others."""
 
 
 FILTERS: Final = (
-    Filter(lambda p, n: 0 < p.top_k < n, _top_k),
-    Filter(lambda p, n: p.typical_p < 1, _typical_p, keeps_best=False),
-    Filter(lambda p, n: p.top_p < 1, _top_p),
-    Filter(lambda p, n: p.min_p > 0, _min_p),
+    Filter(lambda p, n: 0 < p.top_k < n, _top_k, by_sums=True),
+    Filter(lambda p, n: p.typical_p < 1, _typical_p),
+    Filter(lambda p, n: p.top_p < 1, _top_p, by_sums=True),
+    Filter(lambda p, n: p.min_p > 0, _min_p, by_sums=True),
 )
 """In the order of the chain.  Top-n-sigma comes before them, XTC after them: see ``sampler.py``."""

@@ -97,7 +97,7 @@ class Filters:
         """0 is off."""
         self.min_log_weights = [math.log(p.min_p) if p.min_p else -math.inf for p in params]
         """Logarithm of the smallest weight that min-p keeps."""
-        self.any_order = [any(not f.keeps_best and f.is_on(p, n_vocab) for f in FILTERS) for p in params]
+        self.any_order = [any(not f.by_sums and f.is_on(p, n_vocab) for f in FILTERS) for p in params]
         """Whether a filter may exclude the most likely tokens."""
         self.are_large = [
             k > MAX_SORTED_TOP_K or (k == 0 and any_order)

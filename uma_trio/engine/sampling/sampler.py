@@ -202,7 +202,7 @@ def _filter(
 ) -> list[tuple[int, Ints, Doubles]]:
     """Apply the filters: for each row its number, the remaining ids, and the running sums of their weights.
 
-    There are three code paths.  Which one a row takes depends on that row alone.
+    There are four code paths.  Which one a row takes depends on that row alone.
     """
     n_vocab = logits.shape[1]
     top_k, min_log_weights, temperatures = filters.top_k, filters.min_log_weights, filters.temperatures
