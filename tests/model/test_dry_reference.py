@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import llama_abi
+from tests.support.draws import distribution
 from tests.support.samplers import SamplerChain
 from uma_trio import models
 from uma_trio.engine.llama import breakers_of
-from uma_trio.engine.sampling.sampler import distribution
 from uma_trio.engine_link.sampling import Past, SamplingParams
 from uma_trio.tokenizer.tokenizer import Tokenizer
 

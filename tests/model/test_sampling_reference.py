@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 import llama_abi
-from tests.support.draws import sample
+from tests.support.draws import distribution, sample
 from tests.support.samplers import SamplerChain
-from uma_trio.engine.sampling.sampler import distribution
 from uma_trio.engine_link.sampling import Bias, Past, SamplingParams
 
 

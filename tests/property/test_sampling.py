@@ -12,12 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.cases import all_cases
-from tests.support.draws import sample
+from tests.support.draws import distribution, sample
 from tests.support.profile import sampled
 from uma_trio.engine.sampling import filters, plan
 from uma_trio.engine.sampling.dry import Breakers
 from uma_trio.engine.sampling.plan import MAX_SORTED_TOP_K, Plan, Rows
-from uma_trio.engine.sampling.sampler import distribution
 from uma_trio.engine.sampling_threads import SamplingThreads
 from uma_trio.engine.token_masks import TokenMask
 from uma_trio.engine_link.sampling import NO_TOKEN, Bias, Past, SamplingParams, TokenLogprobs

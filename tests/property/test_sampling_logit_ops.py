@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.draws import sample
+from tests.support.draws import distribution, sample
 from uma_trio.daemon.serving.token_history import TokenHistory
-from uma_trio.engine.sampling.sampler import distribution
 from uma_trio.engine_link.sampling import NO_TOKEN, Bias, Past, SamplingParams
 
 F32 = np.float32

@@ -28,7 +28,6 @@ from uma_trio.engine_link.defaults import DEFAULT_WINDOW, KV_CELL_MULTIPLE
 from uma_trio.engine_link.kv_ops import MAX_CHECKPOINTS
 from uma_trio.errors import ErrorWithRemedy
 
-MIB: Final = 1 << 20
 KV_MEMORY_SHARE: Final = 0.25
 """Upper limit of the KV cache with ``ctx=0``, as a share of the machine's memory; of the free memory of its GPUs where ``fit``
 chooses a longer context than ``DEFAULT_WINDOW``."""

@@ -33,12 +33,12 @@ from uma_trio.engine.sampling.candidates import (
     unsurprising,
     without_top_choices,
 )
-from uma_trio.engine.sampling.dry import Breakers, apply_dry
+from uma_trio.engine.sampling.dry import apply_dry
 from uma_trio.engine.sampling.filters import kept_tokens
 from uma_trio.engine.sampling.logit_ops import apply_biases, apply_masks, apply_penalties
-from uma_trio.engine.sampling.plan import Filters, Mask, Plan, Rows
+from uma_trio.engine.sampling.plan import Filters, Plan, Rows
 from uma_trio.engine.sampling.rng import uniforms
-from uma_trio.engine_link.sampling import NO_TOKEN, Bias, Past, SamplingParams
+from uma_trio.engine_link.sampling import NO_TOKEN, SamplingParams
 
 _BYTES_AT_ONCE = 1 << 21
 """Logits that are drawn from together, in bytes.  With fewer, threads that sample other rows wait for Python more than they compute;
@@ -72,7 +72,7 @@ def sample(
     """
     n_vocab = logits.shape[1]
     plan = plan or Plan(rows.params, n_vocab)
-    logits = _apply_logit_ops(logits, rows, plan)
+    logits = apply_logit_ops(logits, rows, plan)
     # A step is mostly one row or a few, and numpy's code has left the caches since the last one: each call takes long.
     tokens = logits.argmax(axis=1)
     best = [float(logits[row, token]) for row, token in enumerate(tokens.tolist())]
@@ -85,7 +85,7 @@ def sample(
         max_logits = np.array([best[row] for row in drawn], np.float32)
         if len(drawn) < len(logits):
             logits = logits[drawn]
-        chosen, found = _draw(logits, max_logits, plan, uniforms(plan.seeds, steps), _chances(plan, steps))
+        chosen, found = _draw(logits, max_logits, plan, uniforms(plan.seeds, steps), chances_of(plan, steps))
         for row, token in zip(drawn, chosen, strict=True):
             tokens[row] = token
         if mus is not None:
@@ -94,43 +94,7 @@ def sample(
     return sampled
 
 
-def distribution(
-    logits: Floats,
-    params: SamplingParams,
-    mask: Mask = None,
-    bias: Bias | None = None,
-    past: Past | None = None,
-    breakers: Breakers | None = None,
-    step: int = 0,
-) -> tuple[Ints, Doubles]:
-    """Return the distribution that ``sample`` draws from in one row, computed by the same code.
-
-    Args:
-        logits: (n_vocab,); overwritten as by ``sample``.
-        params: must not be greedy.
-        step: how many tokens the request has drawn before; XTC depends on it.
-
-    Returns:
-        Token ids and their probabilities, most likely first.  No probability is 0, and they sum up to 1.  Both
-        arrays are empty where ``sample`` returns ``NO_TOKEN``.
-    """
-    plan = Plan([params], len(logits))
-    rows = _apply_logit_ops(logits[np.newaxis], Rows([params], [step], [mask], [bias], [past], [breakers]), plan)
-    max_logits = rows.max(axis=1)
-    if not np.isfinite(max_logits[0]):
-        return np.empty(0, np.int64), np.empty(0)
-    if plan.unfiltered:
-        ids = np.arange(len(logits))
-        sums = relative_weights(rows, max_logits, np.array([params.temperature]))[0].cumsum(dtype=np.float64)
-    else:
-        ((_, ids, sums),) = _filter(rows, max_logits, plan.filters, _chances(plan, [step]))
-    probabilities = np.diff(sums, prepend=0.0) / sums[-1]
-    ids, probabilities = ids[probabilities > 0], probabilities[probabilities > 0]
-    order = np.lexsort((ids, -rows[0, ids]))
-    return ids[order], probabilities[order]
-
-
-def _apply_logit_ops(logits: Floats, rows: Rows, plan: Plan) -> Floats:
+def apply_logit_ops(logits: Floats, rows: Rows, plan: Plan) -> Floats:
     params = rows.params
     masks, biases, pasts = _if_any(rows.masks), _if_any(rows.biases), _if_any(rows.pasts)
     grammars = _if_any(rows.grammars)
@@ -160,7 +124,7 @@ def _if_any(given: Sequence[T | None] | None) -> Sequence[T | None]:
     return given if given and any(one is not None for one in given) else ()
 
 
-def _chances(plan: Plan, steps: Sequence[int]) -> list[float]:
+def chances_of(plan: Plan, steps: Sequence[int]) -> list[float]:
     """A random number in [0, 1) for each row with XTC, independent of that of the draw; 1 for the others."""
     chances = [1.0] * len(plan.params)
     for row in plan.with_xtc:
@@ -185,7 +149,7 @@ def _draw(
     if filtered := plan.filtered:
         if plan.unfiltered:
             logits, max_logits = logits[filtered], max_logits[filtered]
-        for row, ids, sums in _filter(logits, max_logits, plan.filters, [chances[row] for row in filtered]):
+        for row, ids, sums in filter_rows(logits, max_logits, plan.filters, [chances[row] for row in filtered]):
             target = randoms[filtered[row]] * sums[-1]
             # The first sum above the target: never that of a token with weight 0.
             place = min(int(sums.searchsorted(target, side="right")), len(sums) - 1)
@@ -197,7 +161,7 @@ def _draw(
 
 
 @np.errstate(over="ignore", under="ignore")
-def _filter(
+def filter_rows(
     logits: Floats, max_logits: Floats, filters: Filters, chances: Sequence[float]
 ) -> list[tuple[int, Ints, Doubles]]:
     """Apply the filters: for each row its number, the remaining ids, and the running sums of their weights.
