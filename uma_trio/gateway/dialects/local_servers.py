@@ -90,6 +90,11 @@ class TemplateFields(msgspec.Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     model: str | None = None
 
+    @property
+    def template_kwargs(self) -> dict[str, Any] | None:
+        """Variables for the chat template."""
+        return self.chat_template_kwargs
+
 
 class TokenizeRequest(TemplateFields, kw_only=True):
     """A text, or a chat."""
@@ -171,12 +176,7 @@ async def apply_template(call: Call) -> Response:
 async def _rendered(call: Call, request: TemplateFields, messages: list[Message], warnings: list[str]) -> TokenList:
     given = without_noise(chat_messages(messages))
     offered = tool_fields(request.tools, None, warnings)["tools"]
-    template = template_fields(
-        given,
-        continue_final_message=request.continue_final_message,
-        add_generation_prompt=request.add_generation_prompt,
-        chat_template_kwargs=request.chat_template_kwargs,
-    )
+    template = template_fields(request, given)
     return await call.tokenize_chat(model=request.model, messages=given, tools=offered, **template)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from msgspec import UNSET, Meta
@@ -71,15 +70,6 @@ class ChatRequest(Sampling, kw_only=True):
             found["reasoning_budget"] = 0
         return found
 
-    def template_fields(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """See ``openai.template_fields``."""
-        return template_fields(
-            messages,
-            continue_final_message=self.continue_final_message,
-            add_generation_prompt=self.add_generation_prompt,
-            chat_template_kwargs=self.template_kwargs,
-        )
-
 
 async def complete_chat(call: Call) -> Response:
     """Answer a chat, streamed or whole."""
@@ -94,7 +84,7 @@ async def complete_chat(call: Call) -> Response:
         session_id=request.session_id,
         cache_key=request.prompt_cache_key if n == 1 else None,
     )
-    template = request.template_fields(chat["messages"])
+    template = template_fields(request, chat["messages"])
     tools = tool_fields(request.tools, request.tool_choice, warnings)
     place = last_place(call.request.headers) if request.is_resumable else None
     name = call.id if place is None else place.answer_id
@@ -148,7 +138,7 @@ async def _prompt(call: Call) -> tuple[list[int], list[str]]:
         model=request.model,
         messages=messages,
         tools=None if tools["tool_choice"] == "none" else tools["tools"],
-        **request.template_fields(messages),
+        **template_fields(request, messages),
     )
     return found.tokens, warnings
 

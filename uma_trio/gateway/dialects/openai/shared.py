@@ -6,7 +6,7 @@ Source: the OpenAI API reference; vLLM's and llama-server's names for parameters
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Protocol
 
 import msgspec
 from msgspec import Meta
@@ -293,13 +293,17 @@ def _chat_message(index: int, message: Message, cost: JsonCost) -> dict[str, Any
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def template_fields(
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    continue_final_message: bool | None,
-    add_generation_prompt: bool | None,
-    chat_template_kwargs: dict[str, Any] | None,
-) -> dict[str, Any]:
+class Templated(Protocol):
+    """A request whose chat the template renders."""
+
+    continue_final_message: bool | None
+    add_generation_prompt: bool | None
+
+    @property
+    def template_kwargs(self) -> dict[str, Any] | None: ...
+
+
+def template_fields(request: Templated, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The fields of the socket protocol that say how the chat template ends a chat, and its variables.
 
     As in llama-server, the answer continues a last message that is a text of the assistant, if the client says nothing
@@ -308,17 +312,18 @@ def template_fields(
     Raises:
         HttpError: the answer would be a new message and continue the last one.
     """
-    if continue_final_message and add_generation_prompt:
+    goes_on, adds = request.continue_final_message, request.add_generation_prompt
+    if goes_on and adds:
         raise invalid(
             "continue_final_message and add_generation_prompt are both true; leave one of them out",
             parameter="continue_final_message",
         )
-    if continue_final_message is None and not add_generation_prompt:
-        continue_final_message = continues(messages)
+    if goes_on is None and not adds:
+        goes_on = continues(messages)
     given = {
-        "continue_final_message": continue_final_message or None,
-        "add_generation_prompt": add_generation_prompt,
-        "chat_template_kwargs": chat_template_kwargs,
+        "continue_final_message": goes_on or None,
+        "add_generation_prompt": adds,
+        "chat_template_kwargs": request.template_kwargs,
     }
     return {name: value for name, value in given.items() if value is not None}
 
