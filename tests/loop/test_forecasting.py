@@ -256,7 +256,7 @@ async def test_requests_in_a_row_all_get_forecasts_and_a_flood_takes_its_share(a
 
 async def test_a_long_queue_gets_forecasts_at_most_twice_a_second(autojump_clock):
     async with running(engine(n_seq_max=1), max_queue=1000) as harness:
-        clients = [Client() for _ in range(200)]
+        clients = [Client() for _ in range(amount(quick=100, thorough=200))]
         asked = [harness.ask(20, 5, client, forecast=True) for client in clients]
         for each in asked:
             await each.done.wait()
