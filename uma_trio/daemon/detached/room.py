@@ -371,7 +371,7 @@ class DetachedAnswers:
             return _lists([answer.info for answer in reversed(self._of(principal))], query.id)
         answer = self.find(principal, query.answer_id)
         if query.action == "delete":
-            answer.is_durable = False  # its file goes: to write its end, durably, would take as long again
+            answer.is_durable = False  # its file goes, so its end need not be on disk before
         if query.action in ("cancel", "delete"):
             self._cancel(answer)
             await answer.wait_for_end()
