@@ -103,7 +103,7 @@ def build(options: str = "") -> str:
 def install(options: str = "", extra: str = "llama") -> str:
     """The command that installs uma-trio with a library. Until the first release, no package index has the wheels."""
     words = " ".join(filter(None, ["run pip install", options, "--find-links FOLDER", f"'uma-trio[{extra}]'"]))
-    return f"{words}, where FOLDER has the wheels of uma-trio"
+    return f"{words}, where FOLDER has the wheels of uma-trio; or, in a checkout: ./build_llama.sh"
 
 
 def fix(directory: Path, backend: str = "", *, clean: bool = False) -> str:

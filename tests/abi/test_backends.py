@@ -156,7 +156,10 @@ class TestWhichLibrary:
         assert stamps.library_directory(tmp_path / "named") == tmp_path / "named"
 
     def test_without_any_the_error_says_what_to_type(self, packages: Path) -> None:
-        with pytest.raises(LibraryError, match=r"no library in .*; run pip install --find-links FOLDER 'uma-trio"):
+        command = r"run pip install --find-links FOLDER 'uma-trio\[llama\]'"
+        with pytest.raises(
+            LibraryError, match=rf"no library in .*; {command}.*; or, in a checkout: \./build_llama\.sh$"
+        ):
             Stamp.read(stamps.library_directory())
 
     def test_in_a_checkout_it_is_built(self, packages: Path) -> None:

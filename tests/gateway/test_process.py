@@ -24,6 +24,7 @@ from tests.support.profile import amount, sampled, thorough
 from tests.support.real_daemon import Canary, missing, real_daemon
 from uma_trio import config
 from uma_trio.daemon.gateway_process import HttpAddressError, listening
+from uma_trio.gateway.application import NO_KEYS
 
 LONG = {
     "messages": [{"role": "user", "content": "Tell me a story about a fox."}],
@@ -220,6 +221,7 @@ def test_the_gateway_ends_with_the_daemon_also_after_a_kill() -> None:
         pytest.skip(reason)
     with real_daemon("--http", "0") as daemon:
         Gateway.of(daemon)
+        daemon.logged(NO_KEYS)
         child = psutil.Process(daemon.metrics()["gateway"]["pid"])
         os.kill(daemon.pid, signal.SIGKILL)
         child.wait(60)
@@ -232,8 +234,18 @@ def test_an_address_in_use_is_refused_before_the_model_is_loaded(gateway: Gatewa
     assert "address already in use; choose another --http" in found.stderr
 
 
-@pytest.mark.parametrize("address", ["x", "1:2:3", "localhost:", "127.0.0.1:70000", "no.such.host.invalid:80"])
-def test_a_wrong_address_is_refused(address: str) -> None:
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("x", "is not"),
+        ("1:2:3", "needs brackets"),
+        ("localhost:", "is not"),
+        ("80000", "too large; 65535 is the last one"),
+        ("127.0.0.1:" + "9" * 5000, "too large"),
+        ("no.such.host.invalid:80", "not known"),
+    ],
+)
+def test_a_wrong_address_is_refused(address: str, reason: str) -> None:
     settings = config.load(None, {}, {"http": address})
-    with pytest.raises(HttpAddressError, match="--http"), listening(settings):
+    with pytest.raises(HttpAddressError, match=f"--http .*{reason}"), listening(settings):
         pass

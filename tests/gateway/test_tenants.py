@@ -22,6 +22,7 @@ from click.testing import CliRunner
 from tests.gateway.conftest import Gateway, Raw
 from tests.support.real_daemon import missing, real_daemon
 from uma_trio.cli import main
+from uma_trio.gateway.application import NO_KEYS
 from uma_trio.gateway.usage import read_usage
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -79,6 +80,7 @@ def test_a_key_is_needed_and_a_wrong_one_is_refused(tenants: Tenants) -> None:
         assert (answer.status_code, code_of(answer)) == (401, "E_GATEWAY_KEY")
         assert answer.json()["error"]["request_id"] == answer.headers["x-request-id"]
     assert tenants.post(tenants.create("alice")).status_code == 200
+    assert NO_KEYS not in tenants.gateway.daemon.events_logged()
 
 
 def test_both_headers_carry_a_key(tenants: Tenants) -> None:

@@ -66,6 +66,11 @@ from uma_trio.gateway.usage import UsageFile, usage_path
 from uma_trio.processes.large_work import LargeWork
 
 REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
+
+NO_KEYS: Final = (
+    "every user of this machine can use HTTP, and read and delete your sessions, because there are no API keys; make one "
+    "with: uma-trio keys create NAME"
+)
 """An ``X-Request-Id`` that is taken over from the client."""
 
 INSTEAD: Final = {
@@ -133,6 +138,8 @@ def build(config: Config) -> tuple[ASGIApp, Callable[[], None], Callable[[], Non
     limiter = Limiter(usage, now_ns=time.monotonic_ns, unix_s=time.time, connections=config.limits.max_connections)
     routes = [endpoint.route(config, daemon, limiter) for endpoint in endpoints]
     tenants = CurrentTenants(config.http.keys)
+    if tenants.now() is None:
+        log.info(NO_KEYS)
     large_work = LargeWork(anyio.Lock(), anyio.sleep)
     batches = BatchService.of(config, in_batches(), tenants, limiter, large_work)
     leaving = Leaving(daemon.peers, daemon.connect, config.limits.drain_notice_s)
@@ -237,7 +244,7 @@ async def _not_found(request: Request, _: Exception) -> Response:
     instead = next((text for start, text in INSTEAD.items() if path.startswith(start)), "/openapi.json lists the paths")
     return _error(
         request,
-        HttpError(404, "E_GATEWAY_NOT_FOUND", f"there is no {path} here; {instead}, and docs/HTTP.md explains them"),
+        HttpError(404, "E_GATEWAY_NOT_FOUND", f"there is no {path} here; {instead}, and /docs explains them"),
     )
 
 

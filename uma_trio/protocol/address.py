@@ -56,10 +56,11 @@ def lock_path(socket: Path) -> Path:
 
 
 DEFAULT_HTTP_HOST: Final = "127.0.0.1"
+MAX_PORT: Final = 65535
 
 
 class InvalidAddress(ValueError):
-    """An address for HTTP that is not of the form ``PORT`` or ``HOST:PORT``."""
+    """An address for HTTP that is not of the form ``PORT`` or ``HOST:PORT``, or has no such port."""
 
 
 def http_address(given: str) -> tuple[str, int]:
@@ -73,6 +74,8 @@ def http_address(given: str) -> tuple[str, int]:
         host = host[1:-1]
     elif ":" in host:
         raise InvalidAddress(f"{given!r} is not [HOST:]PORT; an IPv6 address needs brackets, as in [::1]:8080")
-    if not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
+    if not (port.isascii() and port.isdigit()):
         raise InvalidAddress(f"{given!r} is not [HOST:]PORT; 127.0.0.1:8080 is an example")
+    if len(port) > 5 or int(port) > MAX_PORT:
+        raise InvalidAddress(f"{given!r} has a port that is too large; {MAX_PORT} is the last one")
     return host or DEFAULT_HTTP_HOST, int(port)
