@@ -36,7 +36,7 @@ def test_a_date_in_the_system_prompt_is_found(gateway: Gateway) -> None:
     assert (change["was"][:10], change["now"][:10]) == ("2026-11-27", "2026-11-28")
     assert change["before"].endswith("Today is ")
     assert usage["explanation"] == body
-    shown = CliRunner().invoke(main, ["explain", name, "--socket", str(gateway.daemon.socket)])
+    shown = CliRunner().invoke(main, ["explain", f"chatcmpl-{name}", "--socket", str(gateway.daemon.socket)])
     assert shown.exit_code == 0, shown.output
     assert "a date or a time, in message 0 (system)" in shown.output
     assert "2026-11-27" in shown.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,6 +49,11 @@ def test_the_command_says_equal_or_where_and_why_not(logged: tuple[Daemon, Path]
     arguments = ["replay", "again", "--socket", str(daemon.socket), "--log"]
     shown = CliRunner().invoke(main, [*arguments, str(log)])
     assert (shown.exit_code, shown.output.strip()) == (0, "equal: all 8 tokens")
+    daemon.ask(id="again", prompt="Once upon a time", max_tokens=9, temperature=1.0, seed=3)
+    daemon.wait_until(lambda _: (found := find(read_logs([log]), "again")) and found.n_alike == 2, "it is in the log")
+    last = CliRunner().invoke(main, ["replay", "chatcmpl-again", "--socket", str(daemon.socket), "--log", str(log)])
+    assert (last.exit_code, last.stdout.strip()) == (0, "equal: all 9 tokens")
+    assert f"2 answers have the id 'chatcmpl-again'; this is the last one, of {time.strftime('%Y-')}" in last.stderr
     changed = tmp_path / "changed.jsonl"
     lines = []
     for line in log.read_text().splitlines():

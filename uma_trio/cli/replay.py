@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import sys
 import time
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 WAIT_S: Final = 10.0
 """How long the daemon may take to write the replay to its log."""
+LOGGED_S: Final = 2.0
+"""How long it may take to write an answer that has just ended."""
 
 
 @click.command("replay")
@@ -41,6 +44,9 @@ WAIT_S: Final = 10.0
 def command(id: str, logs: Sequence[Path], request: Path | None, socket: str | None) -> None:
     """Compute a logged answer again, alone, and say whether it is equal, or where and why it differs.
 
+    ID is the id of the answer over HTTP, such as chatcmpl-req-..., or its x-request-id; over the socket the id that the
+    client gave.  The answers of uma-trio ask have the id ask; of several with one id, the last one is computed.
+
     The daemon writes what it takes with serve --perf-log FILE --perf-log-replay prompts. With serve --reproducible,
     answers are equal also if they shared batches with others.
 
@@ -51,26 +57,42 @@ def command(id: str, logs: Sequence[Path], request: Path | None, socket: str | N
         4  it differs
     """
     from uma_trio.cli.run_trio import run
-    from uma_trio.telemetry.replays import compare, find
+    from uma_trio.telemetry.replays import compare
 
-    logged = find(read_logs(logs), id)
+    logged = _wait_for(id, logs, LOGGED_S)
     if logged is None:
         _fail(f"{id!r} is not in the log, or without what a replay needs: serve with --perf-log-replay prompts")
+    if logged.n_alike > 1:
+        note(
+            f"{logged.n_alike} answers have the id {id!r}; this is the last one, of {_end_of(logged):%Y-%m-%d %H:%M:%S}"
+        )
     with reporting_errors("replay", socket):
         run(say_which_daemon, "replay", socket)
         try:
             name = run(ask_again, _fields(logged, request), socket)
         except TypeError as error:
             _fail(f"{request}: {error}")
-    again, until = find(read_logs(logs), name), time.monotonic() + WAIT_S
-    while again is None and time.monotonic() < until:
-        time.sleep(0.2)
-        again = find(read_logs(logs), name)
+    again = _wait_for(name, logs, WAIT_S)
     if again is None:
         _fail(f"the replay {name} is in none of these logs: the daemon that answers writes another one")
     found = compare(logged, again)
     click.echo("\n".join(in_words(found)))
     sys.exit(OK if found.equal else INCOMPLETE)
+
+
+def _wait_for(id: str, logs: Sequence[Path], wait_s: float) -> Logged | None:
+    """The answer with this id, as soon as it is in the logs; ``None`` if it is not there in time."""
+    from uma_trio.telemetry.replays import find
+
+    until = time.monotonic() + wait_s
+    while (found := find(read_logs(logs), id)) is None and time.monotonic() < until:
+        time.sleep(0.2)
+    return found
+
+
+def _end_of(logged: Logged) -> datetime.datetime:
+    started = datetime.datetime.fromisoformat(logged.header.started)
+    return started + datetime.timedelta(seconds=logged.record.finished_s)
 
 
 def _fail(message: str) -> NoReturn:

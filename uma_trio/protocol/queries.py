@@ -90,12 +90,22 @@ class SteerQuery(Question):
     """End the answer at once, or at the end of its sentence."""
 
 
+API_PREFIXES: Final = ("chatcmpl-", "cmpl-", "msg_", "resp_")
+"""What the APIs of OpenAI and Anthropic write in front of a request's id, as the id of its answer."""
+
+
+def request_ids(given: str) -> set[str]:
+    """The ids that a request may have whose id, or the id of whose answer, is ``given``."""
+    return {given, *[given.removeprefix(each) for each in API_PREFIXES]}
+
+
 @attrs.frozen(kw_only=True)
 class ExplainQuery(Question):
     """Asks which tokens of a prompt were computed although an earlier prompt began alike, and why."""
 
     request_id: Name
-    """The ``id`` of a request of the principal that runs, or that is one of the last ones that ended."""
+    """The ``id`` of a request of the principal that runs, or that is one of the last ones that ended, or of its answer
+    (``chatcmpl-...``)."""
     model: Name | None = None
     """The model that answered; ``None``: the daemon's first."""
 

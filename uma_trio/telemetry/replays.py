@@ -7,6 +7,7 @@ from typing import Final
 
 import attrs
 
+from uma_trio.protocol.queries import request_ids
 from uma_trio.telemetry.perf_records import Header, Replay, RequestRecord, Run
 
 NAMES: Final[Mapping[str, str]] = {
@@ -23,6 +24,8 @@ class Logged:
     header: Header
     record: RequestRecord
     replay: Replay
+    n_alike: int = 1
+    """How many answers of the runs have this id, up to this one."""
 
 
 @attrs.frozen(kw_only=True)
@@ -41,12 +44,13 @@ class Comparison:
 
 
 def find(runs: Sequence[Run], request_id: str) -> Logged | None:
-    """The last answer with this id that the runs have for a replay."""
-    found = None
+    """The last answer that the runs have for a replay, with this id of it or of its request."""
+    found, ids, n_alike = None, request_ids(request_id), 0
     for run in runs:
         for record in run.requests:
-            if record.id == request_id and record.replay is not None:
-                found = Logged(header=run.header, record=record, replay=record.replay)
+            if record.id in ids and record.replay is not None:
+                n_alike += 1
+                found = Logged(header=run.header, record=record, replay=record.replay, n_alike=n_alike)
     return found
 
 

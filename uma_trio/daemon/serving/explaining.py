@@ -15,6 +15,7 @@ from uma_trio.daemon.serving import sequence as sequences
 from uma_trio.engine_link.media import PLACEHOLDER
 from uma_trio.engine_link.tokens import MIN_SHARED_TOKENS, TokenIds, common_prefix
 from uma_trio.errors import AnswerNotFound
+from uma_trio.protocol.queries import request_ids
 from uma_trio.protocol.usage import Change, Explanation, Loss, Reason
 
 MAX_KEPT: Final = 64
@@ -85,11 +86,12 @@ class Explainer:
         Raises:
             AnswerNotFound: there is none, it has no place yet, or too many others have ended since.
         """
-        now = [each for each in running if each.request.id == request_id and each.principal.name == principal]
+        ids = request_ids(request_id)
+        now = [each for each in running if each.request.id in ids and each.principal.name == principal]
         found = next(filter(None, [_prefilled(each, token_ms) for each in now]), None)
         if found is None:
             for each in self._kept:
-                if each.request_id == request_id and each.principal == principal:
+                if each.request_id in ids and each.principal == principal:
                     found = each
         if found is None:
             raise AnswerNotFound(
