@@ -13,8 +13,9 @@ import sys
 import pytest
 import trio
 
-from uma_trio.daemon.doors import listener
-from uma_trio.daemon.doors.listener import SocketPathError, bind, claimed
+from uma_trio.daemon.doors import claim, listener
+from uma_trio.daemon.doors.claim import SocketPathError, claimed
+from uma_trio.daemon.doors.listener import bind
 from uma_trio.protocol.address import MAX_PATH_BYTES, lock_path
 
 
@@ -184,7 +185,7 @@ def test_a_lock_file_that_is_a_fifo_is_refused_although_somebody_holds_its_lock(
 
 def test_the_lock_ends_with_its_process(path):
     """A killed daemon leaves no lock."""
-    hold = f"from pathlib import Path\nfrom uma_trio.daemon.doors.listener import claimed\nwith claimed(Path({str(path)!r})):\n print('held', flush=True); input()"
+    hold = f"from pathlib import Path\nfrom uma_trio.daemon.doors.claim import claimed\nwith claimed(Path({str(path)!r})):\n print('held', flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout.readline() == b"held\n"
         with pytest.raises(SocketPathError, match="another daemon"), claimed(path):
@@ -228,10 +229,10 @@ def test_a_passed_socket_is_taken_and_stays_when_it_is_closed(path, monkeypatch)
     with socket.socket(socket.AF_UNIX) as owner:
         owner.bind(str(path))
         owner.listen(1)
-        monkeypatch.setattr(listener, "FIRST_PASSED_FD", os.dup(owner.fileno()))
-        os.set_inheritable(listener.FIRST_PASSED_FD, True)
+        monkeypatch.setattr(claim, "FIRST_PASSED_FD", os.dup(owner.fileno()))
+        os.set_inheritable(claim.FIRST_PASSED_FD, True)
         environment = {"HOME": "/", **passed_variables()}
-        with listener.take_passed(environment) as taken:
+        with claim.take_passed(environment) as taken:
             assert environment == {"HOME": "/"}
             assert (taken.getsockname(), taken.getblocking(), taken.get_inheritable()) == (str(path), False, False)
         assert path.exists()
@@ -244,7 +245,7 @@ def test_a_passed_socket_is_taken_and_stays_when_it_is_closed(path, monkeypatch)
 )
 def test_without_a_passed_socket_there_is_none(environment):
     """Variables that were inherited from another process do not count."""
-    assert listener.take_passed(environment) is None
+    assert claim.take_passed(environment) is None
     assert environment == {}
 
 
@@ -261,9 +262,9 @@ def test_a_passed_socket_that_cannot_be_served_is_explained(path, monkeypatch, k
         fd = os.open(os.devnull, os.O_RDONLY) if kind == "file" else os.dup(owner.fileno())
         if kind == "closed":
             os.close(fd)
-        monkeypatch.setattr(listener, "FIRST_PASSED_FD", fd)
+        monkeypatch.setattr(claim, "FIRST_PASSED_FD", fd)
         with pytest.raises(SocketPathError, match=r"systemd passed .* uma-trio service install"):
-            listener.take_passed(passed_variables(2 if kind == "two" else 1))
+            claim.take_passed(passed_variables(2 if kind == "two" else 1))
         if kind in ("two", "file"):
             os.close(fd)
 

@@ -13,6 +13,7 @@ import trio.testing
 
 from uma_trio.config import Config
 from uma_trio.daemon import server
+from uma_trio.daemon.doors.claim import Claim
 from uma_trio.daemon.notifier import Notifier
 from uma_trio.daemon.server import _SignalHandler, _write_file
 
@@ -51,4 +52,4 @@ async def test_a_signal_at_the_end_of_loading_is_not_forgotten(tmp_path: Path, m
 
     monkeypatch.setattr(server.ModelRegistry, "start", start)
     monkeypatch.setattr(server, "_serve_loaded", serve_loaded)
-    assert await server.serve(Config(), tmp_path / "uma.sock")
+    assert await server.serve(Config(), Claim(tmp_path / "uma.sock"))

@@ -17,12 +17,14 @@ from uma_trio.daemon import gateway_process as gateway
 from uma_trio.daemon.gateway_process import FIRST_STANDBY_S, Gateway
 
 SERVE = """
-import sys
+import pathlib, sys
+from uma_trio.connect import is_locked
 from uma_trio.daemon.engines.process import EngineProcess
 
 def start():
     large = ("uma_trio.daemon.server", "uma_trio.engine.llama", "uma_trio.daemon.serving", "numpy", "structlog")
     print("imported before:", [name for name in large if name in sys.modules])
+    print("a client sees that it loads:", is_locked(pathlib.Path(sys.argv[1])))
     sys.exit()
 
 EngineProcess.start = start
@@ -34,7 +36,7 @@ main(["serve", "--socket", sys.argv[1], *sys.argv[2:]])
 def test_the_engine_is_started_before_the_daemon_imports_its_libraries(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SERVE, str(tmp_path / "s")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.stdout == "imported before: []\n", done.stderr
+    assert done.stdout == "imported before: []\na client sees that it loads: True\n", done.stderr
 
 
 @attrs.define(eq=False)

@@ -15,7 +15,7 @@ import pytest
 from tests.support.forked import program
 from tests.support.real_daemon import Daemon, real_daemon
 from tests.support.terminal import Terminal, terminal
-from uma_trio.daemon.doors.listener import locked
+from uma_trio.daemon.doors.claim import locked
 
 SETUP = {
     "bash": (

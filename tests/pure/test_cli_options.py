@@ -14,7 +14,7 @@ from tests.support.cases import all_cases
 from uma_trio import config
 from uma_trio.cli import COMMANDS, OF_OTHER_PROGRAMS, main
 from uma_trio.cli.completion import LINE_VARIABLE, Lines
-from uma_trio.cli.serve import ALIASES, OF_OTHER_SERVERS
+from uma_trio.cli.serve import ALIASES, OF_OTHER_SERVERS, USUAL
 from uma_trio.cli.serve import command as serve
 
 INSTALLED = [name for name in COMMANDS if importlib.util.find_spec(f"uma_trio.cli.{name}") is not None]
@@ -118,6 +118,16 @@ def test_every_setting_is_a_flag_of_serve() -> None:
         "--config",
         "--print-config",
     } <= flags
+
+
+def test_the_help_of_serve_begins_with_the_usual_flags() -> None:
+    shown = CliRunner().invoke(main, ["serve", "--help"]).output
+    first, rest = shown.partition("Usual options:")[2].split("\nOptions:")
+    assert all(
+        f"{known.flag} " in first and f" {known.flag} " not in rest
+        for known in config.settings()
+        if known.name in USUAL
+    )
 
 
 @all_cases(

@@ -18,6 +18,7 @@ from uma_trio import config
 from uma_trio.client import Client, open_client
 from uma_trio.daemon.detached.room import DetachedAnswers
 from uma_trio.daemon.doors import listener
+from uma_trio.daemon.doors.claim import claimed
 from uma_trio.daemon.kv.offload_index import SavedState
 from uma_trio.daemon.prompts.media import take_pictures
 from uma_trio.daemon.prompts.pairs import PairFormat
@@ -297,7 +298,7 @@ async def serving(
         service = ModelService(chosen, model, in_thread=in_thread)
         models = ModelRegistry([ModelSpec(name=service.name, config=chosen)], OneModel(service, storage), chosen)
         server = Server(chosen, models, detached=DetachedAnswers(chosen, models, answers, in_thread=in_thread))
-        with listener.claimed(path):
+        with claimed(path):
             sock = listener.bind(path, backlog=16)
             async with models.running():
                 await models.start(None, lambda: True)

@@ -22,6 +22,7 @@ from uma_trio.cli.stdio import fail
 from uma_trio.config import Config, ConfigError, Setting
 
 if TYPE_CHECKING:
+    from uma_trio.daemon.doors.claim import Claim
     from uma_trio.daemon.engines.process import EngineProcess
 
 
@@ -102,8 +103,12 @@ ALIASES: Final = {"--background-tbt-ms": "--background-itl-ms", "--target-tbt-ms
 """Other names of flags; the help leaves them out."""
 
 
+USUAL: Final = ("model", "ctx", "parallel", "socket", "http")
+"""The settings that the help shows first."""
+
+
 class _ServeCommand(click.Command):
-    """A command whose help groups the flags by the sections of the configuration."""
+    """A command whose help groups the flags by the sections of the configuration, after the usual ones."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.allow_extra_args = True  # to say below what is wrong with them
@@ -125,16 +130,17 @@ class _ServeCommand(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections = {setting.name: setting.section for setting in config.settings()}
-        groups: dict[str, list[tuple[str, str]]] = {}
+        groups: dict[str, list[tuple[str, str]]] = {"Usual options": [], "Options": []}
         for option in self.get_params(ctx):
             record = option.get_help_record(ctx)
             if record is not None:
                 section = sections.get(option.name or "")
                 title = f"{section.capitalize()} options" if section else "Options"
+                title = "Usual options" if option.name in USUAL else title
                 groups.setdefault(title, []).append(record)
-        for title in sorted(groups, key=lambda title: title != "Options"):
+        for title, records in groups.items():
             with formatter.section(title):
-                formatter.write_dl(groups[title])
+                formatter.write_dl(records)
 
 
 def _address(args: list[str]) -> str:
@@ -183,7 +189,14 @@ def command(file: Path | None, print_config: bool, **flags: Any) -> None:
 
         return located(config.load(file, os.environ, flags), may_pull=False)
 
-    sys.exit(_serve(_located(settings), read_again))
+    from uma_trio.daemon.doors.claim import SocketPathError, claim
+    from uma_trio.protocol.address import socket_path
+
+    try:
+        with claim(socket_path(settings.listen.socket), os.environ) as claimed:
+            sys.exit(_serve(_located(settings), claimed, read_again))
+    except SocketPathError as error:
+        fail("serve", str(error))
 
 
 def _check_http(settings: Config) -> None:
@@ -213,46 +226,46 @@ def _located(settings: Config) -> Config:
         sys.exit(INTERRUPTED)
 
 
-def _serve(settings: Config, read_again: Callable[[], Config]) -> int:
+def _serve(settings: Config, claimed: Claim, read_again: Callable[[], Config]) -> int:
     gc.disable()  # imports leave little to collect, and each collection would look at all that they made
     from uma_trio.daemon.engines.process import EngineProcess
 
     engine = EngineProcess.start() if settings.engine.mode == "process" else None
     try:
-        return _serve_with(engine, settings, read_again)
+        return _serve_with(engine, settings, claimed, read_again)
     finally:
         if engine is not None:
             engine.close()
 
 
-def _serve_with(engine: EngineProcess | None, settings: Config, read_again: Callable[[], Config]) -> int:
+def _serve_with(
+    engine: EngineProcess | None, settings: Config, claimed: Claim, read_again: Callable[[], Config]
+) -> int:
     """Serve.  The process of the first engine imports its libraries while this one imports its own."""
     from uma_trio.cli.run_trio import run
     from uma_trio.daemon import logs, server
-    from uma_trio.daemon.doors import listener
+    from uma_trio.daemon.doors.claim import SocketPathError
     from uma_trio.daemon.gateway_process import HttpAddressError
     from uma_trio.daemon.kv_events.publisher import KvEventsError
     from uma_trio.engine_link.load_errors import ModelError
     from uma_trio.errors import ModelUnavailable
-    from uma_trio.protocol.address import socket_path
 
     gc.freeze()  # so later collections are shorter as well
     gc.enable()
     logs.configure(settings.operations)
-    path = socket_path(settings.listen.socket)
     with _progress_bar() as on_progress:
         try:
             serve = functools.partial(
                 server.serve,
                 settings,
-                path,
+                claimed,
                 read_again=read_again,
                 on_progress=on_progress,
                 engine_process=engine,
-                task_status=_Hint(path),
+                task_status=_Hint(claimed.path),
             )
             return 0 if run(serve) else 1
-        except (listener.SocketPathError, HttpAddressError, KvEventsError, ModelError, ModelUnavailable) as error:
+        except (SocketPathError, HttpAddressError, KvEventsError, ModelError, ModelUnavailable) as error:
             logs.flush()
             fail("serve", str(error))
 

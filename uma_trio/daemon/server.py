@@ -10,7 +10,6 @@ Source: docs/ARCHITECTURE.md, "Lifetimes".
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import math
 import os
@@ -32,6 +31,7 @@ import uma_trio
 from uma_trio.config import MB, Config, ConfigError, Limits
 from uma_trio.daemon.detached.room import DetachedAnswers
 from uma_trio.daemon.doors import listener
+from uma_trio.daemon.doors.claim import Claim
 from uma_trio.daemon.doors.connection import Connection
 from uma_trio.daemon.doors.frame_room import FrameRoom, room_bytes
 from uma_trio.daemon.doors.uploads import Uploads
@@ -267,21 +267,20 @@ def _memory_check() -> HealthCheck:
 
 async def serve(
     config: Config,
-    path: Path,
+    claim: Claim,
     *,
     read_again: Callable[[], Config] | None = None,
     on_progress: Progress | None = None,
     engine_process: EngineProcess | None = None,
     task_status: trio.TaskStatus[Server] = trio.TASK_STATUS_IGNORED,
 ) -> bool:
-    """Load the models and serve them on the Unix socket ``path`` until SIGINT or SIGTERM.
+    """Load the models and serve them on the Unix socket that was claimed, until SIGINT or SIGTERM.
 
     The first signal drains; the second one stops at once.  SIGUSR1 writes a metrics snapshot.  SIGHUP reads the list of
     models again, and lets the gateway read its tenants again; but from a terminal that was closed it drains, as SIGTERM
     does.  A service manager that started the daemon is notified when it serves and when it stops.
 
     Args:
-        path: not used if systemd passes a socket.
         read_again: returns the settings as they are now.  Blocks, and raises what a person can mend.
         on_progress: called with the loaded share of the model, from 0 to 1.
         engine_process: for the first model; has been started already.
@@ -291,19 +290,17 @@ async def serve(
         Whether the daemon was drained; False after a second signal.
 
     Raises:
-        SocketPathError: the path cannot be used.
+        SocketPathError: the socket cannot be bound.
         HttpAddressError: the gateway cannot listen at its address.
         KvEventsError: KV events cannot be published.
         ModelError: the model cannot be loaded.
     """
     stop = trio.CancelScope()
     notifier = Notifier(os.environ)
-    passed = listener.take_passed(os.environ)
-    if passed is not None:
-        path = Path(passed.getsockname())
+    path, passed = claim.path, claim.passed
+    if claim.was_stale:
+        log.info("removed the socket of a dead daemon", path=str(path))
     with (
-        passed or contextlib.nullcontext(),
-        listener.claimed(path) if passed is None else listener.locked(path),
         listening(config) as http_socket,
         kv_events(config) as publisher,
         trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1) as signals,
