@@ -44,7 +44,7 @@ def test_rows_are_answered_once_and_errors_are_kept(daemon: Daemon, tmp_path: Pa
     output, errors = tmp_path / "rows.jsonl.output.jsonl", tmp_path / "rows.jsonl.errors.jsonl"
     found = invoke("batch", file, "--socket", daemon.socket)
     assert (found.returncode, found.stdout) == (1, "")
-    assert "6 of 7 rows have answers, 1 have errors" in found.stderr
+    assert f"6 of 7 rows have answers, 1 have errors\nanswers: {output}\n" in found.stderr
     assert texts(output) == {
         each["custom_id"]: daemon.ask(prompt=each["body"]["prompt"], max_tokens=8).text for each in rows[:6]
     }

@@ -202,6 +202,8 @@ def test_after_a_crash_of_the_engine_as_without(library: None) -> None:
         psutil.Process(before["engine"]["pid"]).kill()
         asking.join()
         assert daemon.settled()["engine"]["restarts_total"] == 1
+        [line] = daemon.logged("the engine runs again")
+        assert (line["restarts"], line["after_s"] > 0) == (1, True)
         assert [outcome(answer) for answer in answers] == expected
 
 

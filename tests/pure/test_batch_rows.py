@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from tests.support.cases import all_cases
-from uma_trio.gateway.batches.rows import MAX_ROWS, Contents, RowReader, RowResult, RowsError, unanswered
+from uma_trio.gateway.batches.rows import EXAMPLE, MAX_ROWS, Contents, RowReader, RowResult, RowsError, unanswered
 
 CHAT, EMBED = "/v1/chat/completions", "/v1/embeddings"
 MAX_BODY = 1000
@@ -54,8 +54,8 @@ def test_empty_lines_a_byte_order_mark_and_a_missing_last_line_break_are_nothing
         (b"{", None, "not valid JSON"),
         (b"\xff", None, "not valid JSON"),
         (b'{"body": ' + b"[" * 3000, None, "not valid JSON"),
-        (["a", "list"], None, "expected `object`"),
-        ({"custom_id": "a", "method": "POST", "url": CHAT}, None, "missing required field `body`"),
+        (["a", "list"], None, f"expected `object`, got `array`; a line is such as {EXAMPLE}"),
+        ({"custom_id": "a", "method": "POST", "url": CHAT}, None, "missing required field `body`; a line is such as {"),
         (row(custom_id=""), "custom_id", "length >= 1"),
         (row(custom_id="a" * 513), "custom_id", "length <= 512"),
         (row(custom_id=7), "custom_id", "Expected `str`"),

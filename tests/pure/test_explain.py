@@ -6,6 +6,7 @@ from uma_trio.protocol.field_errors import FieldError
 from uma_trio.protocol.requests import Constraint
 
 SCHEMA = "at 1(8): failed to compile JSON schema: {}\n   1 | start: %json {{...}}\n              ^\n"
+TYPES = "string, number, integer, boolean, null, array or object"
 REGEX = (
     'at 1(8): invalid regex "..." (in regex): regex parse error:\n    {}\n{}^^\nerror: {}\n   1 | start: /.../\n    ^\n'
 )
@@ -15,6 +16,7 @@ REGEX = (
     ("error", "message"),
     [
         ('Unimplemented keys: ["not"]', "constraint.json_schema, properties.a.items[1]: not supported: not"),
+        ("Invalid type: obj", f"constraint.json_schema: obj is no type; it may be {TYPES}"),
         ("Unknown format: nothing", "constraint.json_schema: Unknown format: nothing"),
         ("Pointer '/$defs/x' does not exist", "constraint.json_schema: $ref #/$defs/x leads nowhere"),
         ("Expected f64 for 'minimum', got \"a\"", "constraint.json_schema: Expected number for 'minimum', got \"a\""),

@@ -29,9 +29,14 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 def command(file: Path, output: Path | None, errors: Path | None, at_a_time: int | None, socket: str | None) -> None:
     """Answer the requests in FILE, in the scheduling class background: others go first.
 
-    FILE is a batch of OpenAI's API: each line is a JSON object with custom_id, method (POST), url and body.  The url is
-    /v1/chat/completions, /v1/completions, /v1/responses or /v1/embeddings, the same on all lines.  The daemon need not
-    serve HTTP.
+    FILE is a batch of OpenAI's API: each line is a JSON object such as this one, without the line break:
+
+    \b
+      {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions",
+       "body": {"messages": [{"role": "user", "content": "Hello"}]}}
+
+    The url is /v1/chat/completions, /v1/completions, /v1/responses or /v1/embeddings, the same on all lines.  The daemon
+    need not serve HTTP.
 
     Each answer is appended to the output as soon as it is there, in the order in which answers end.  The same command
     goes on where it was interrupted, and rows that have an answer or an error are not computed again: remove the file of
@@ -66,6 +71,8 @@ def command(file: Path, output: Path | None, errors: Path | None, at_a_time: int
     except Interrupted:
         click.echo("stopped; the same command goes on with the rows that are left", err=True)
         sys.exit(INTERRUPTED)
+    if output.exists():
+        click.echo(f"answers: {output}", err=True)
     if n_failed:
         click.echo(f"errors of rows: {errors}", err=True)
         sys.exit(FAILED)

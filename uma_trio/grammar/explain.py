@@ -34,6 +34,7 @@ _REPLACED: Final[tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...]] =
     (r"circular references with sibling keys.*: .*?(#.*)", r"$ref \1 leads to itself and has other keywords next to it"),
     (r"(GBNF: )?lexer error", "it cannot be read from here on"),
     (r"panic: .*|PanicException: .*", "the library that follows grammars fails on it"),
+    (r"Invalid type: (.*)", r"\1 is no type; it may be string, number, integer, boolean, null, array or object"),
     (r"invalid multiple of", "multipleOf must be greater than 0"),
     (r"Failed to generate regex for .* range: min=(.*), max=(.*)", r"no range of numbers from \1 to \2 can be followed"),
     (r"(.*)lookarounds not supported yet; \w+ in regex .*", r"look-around and word boundaries (\\b) are not supported"),

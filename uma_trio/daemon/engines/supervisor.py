@@ -79,7 +79,9 @@ class SupervisedEngine:
             on_unavailable: called after ``restart_attempts`` failures in a row, and after each further one, with the reason
                 and the seconds until the next attempt.
         """
-        attempts = self._settings.restart_attempts
+        if self.link.is_usable:
+            return
+        began, attempts = trio.current_time(), self._settings.restart_attempts
         backoff = Backoff()
         backoff.after(worked=n_crashes <= attempts)
         failures = 0
@@ -93,6 +95,7 @@ class SupervisedEngine:
                 log.error("the engine cannot be started", reason=str(error), attempt=failures, next_in_s=backoff_s)
                 if failures >= attempts:
                     on_unavailable(error, backoff_s)
+        log.info("the engine runs again", after_s=round(trio.current_time() - began, 2), restarts=self.restarts)
 
     async def _restart(self) -> None:
         """Replace the engine by a new one, whose KV cache is empty.

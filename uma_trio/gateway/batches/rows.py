@@ -29,6 +29,12 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     body: msgspec.Raw
 
 
+EXAMPLE: Final = (
+    '{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [{"role": "user", '
+    '"content": "Hello"}]}}'
+)
+"""A line of an input file."""
+
 _ROW: Final = msgspec.json.Decoder(Row)
 
 
@@ -117,7 +123,7 @@ class RowReader:
         except msgspec.ValidationError as error:
             message, _, place = str(error).partition(" - at `$.")
             field = place.rstrip("`") or None
-            reason = f"{field}: {message}" if field else message
+            reason = f"{field}: {message}" if field else f"{message}; a line is such as {EXAMPLE}"
             raise RowsError(f"{reason[:1].lower()}{reason[1:]}", number, field) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise RowsError(f"not valid JSON: {str(error).removeprefix('JSON is malformed: ')}", number) from None
