@@ -86,7 +86,7 @@ def test_models_as_editors_ask_for_them(gateway: Gateway, client: ollama.Client)
     assert model.model == "embedded:latest"
     assert model.details.quantization_level == "Q8_0"
     shown = client.show(model.model)
-    assert shown.capabilities == ["completion", "tools", "embedding"]
+    assert shown.capabilities == ["completion", "tools", "vision", "embedding"]
     assert shown.modelinfo["llama.context_length"] == 4096
     (loaded,) = client.ps().models
     assert loaded.context_length == 4096

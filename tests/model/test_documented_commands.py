@@ -51,13 +51,13 @@ NOT_RUN = {
         "needs GPUs; tests/model/test_devices.py has RPC servers in their place"
     ),
     r"python benches/(make_model|public_load|one_gpu|scale_out)\.py .*": "takes minutes; their tests run them with small models",
-    r"uma-trio serve .*--mmproj .*|uma-trio ask --image .*": "needs a model that sees; tests/model/test_vision.py has one",
+    r"uma-trio serve .*--mmproj .*|uma-trio ask --image cat.*": "needs a model that sees; tests/model/test_vision.py has one",
     r"uma-trio serve .*--peers .*": "needs the other daemons; tests/gateway/test_cluster.py starts two",
     r"python benches/make_projector\.py .*": "needs a checkout; tests/model/test_vision.py makes projectors",
     r"uma-trio service (?!.*--dry-run).*": (
         "changes the services of the user; tests/model/test_service.py runs it with a service manager of its own"
     ),
-    r"python -m uma_trio\.training all .*": "trains a model on a GPU",
+    r"python -m uma_trio\.training(\.see| all) .*": "trains a model on a GPU",
     r"python docs/pictures\.py": "changes the pictures of the checkout; tests/model/test_pictures.py runs it",
     r"(mkdir -p build/axe-core && npm|tar xzf build/axe-core).*": "downloads what tests/gateway/test_chat_page.py runs",
     r".*jupyter execute --inplace .*": (

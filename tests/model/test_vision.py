@@ -132,8 +132,9 @@ def test_what_is_wrong_is_named(daemon: Daemon, messages: list[dict[str, Any]], 
     assert re.search(reason, refused.last["message"]), refused.last
 
 
-def test_a_model_without_a_projector_says_how_to_get_one() -> None:
-    with real_daemon() as daemon:
+def test_a_model_without_a_projector_says_how_to_get_one(tmp_path: Path) -> None:
+    shutil.copy(EMBEDDED, tmp_path / "model.gguf")
+    with real_daemon("--model", str(tmp_path / "model.gguf")) as daemon:
         refused = ask(daemon, user(text(QUESTION), picture(png(drawn(1)))))
         assert refused.code == "E_MODEL_NO_VISION"
         assert "--mmproj FILE" in refused.last["message"]

@@ -10,6 +10,10 @@ _FOLDER: Final = Path(__file__).parent / "embedded"
 EMBEDDED: Final = _FOLDER / "embedded.gguf"
 """The demo and test model; see docs/EMBEDDED_MODEL.md."""
 
+EMBEDDED_PROJECTOR: Final = _FOLDER / "mmproj.gguf"
+"""Its projector.  Few who serve the demo model ask about pictures, so its process starts with the first one, and fit keeps
+no room for it."""
+
 EMBEDDED_DRAFT: Final = _FOLDER / "draft.gguf"
 """Its draft model."""
 
