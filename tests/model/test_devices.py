@@ -160,12 +160,12 @@ def test_experts_stay_in_the_machines_memory(servers: str) -> None:
     sampled(
         [
             (("--devices", "CUDA7"), "there is no device CUDA7; there are "),
-            (("--tensor-split", "1,1,1"), "tensor_split has 3 shares, and there are RPC0"),
+            (("--tensor-split", "1,1,1", "--devices", "RPC0,RPC1"), "tensor_split has 3 shares, and there are RPC0"),
             (
                 ("--split-mode", "row"),
                 "which llama.cpp's backend of RPC0, RPC1 does not have; set split_mode to layer or tensor",
             ),
-            (("--split-mode", "none", "--main-gpu", "2"), "main_gpu is 2, and there are RPC0"),
+            (("--split-mode", "none", "--main-gpu", "9"), "main_gpu is 9, and there are "),
             (
                 ("--override-tensor", "ffn=RPC1", "--devices", "RPC0"),
                 "on RPC1, where the model is not; write one of CPU, RPC0",
@@ -192,7 +192,13 @@ def test_a_server_that_nobody_started(tmp_path: Path) -> None:
 
 
 def test_the_doctor_says_what_the_model_takes_of_each_device(servers: str, tmp_path: Path) -> None:
-    variables = {"UMA_RPC": servers, "UMA_TENSOR_SPLIT": "3,1", "UMA_PARALLEL": "2", "UMA_CTX": "2048"}
+    variables = {
+        "UMA_RPC": servers,
+        "UMA_DEVICES": "RPC0,RPC1",
+        "UMA_TENSOR_SPLIT": "3,1",
+        "UMA_PARALLEL": "2",
+        "UMA_CTX": "2048",
+    }
     ended = run_command(["doctor", "--json", "--socket", tmp_path / "s"], environment(**variables))
     checks = {each["name"]: each for each in json.loads(ended.stdout)["checks"]}
     assert "split by layer 3:1" in checks["devices"]["message"]

@@ -124,6 +124,7 @@ def test_checkpoints_are_saved_and_loaded_with_a_state(engine, prompts, new_file
     assert engine.step(Step([Truncate(2, at, 9)], [[prefill_input(2, prompts[2], at)]])).tokens == tuple(expected)
 
 
+@pytest.mark.cpu("the best two tokens of a random model are nearly as likely, and a GPU rounds otherwise")
 def test_a_checkpoint_in_a_file_can_be_skipped(engine, prompts, new_file):
     expected = alone(engine, [*prompts[0], *prompts[1], *prompts[2]], 1)
     n_tokens = with_checkpoint(engine, prompts) + len(prompts[1])
