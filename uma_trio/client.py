@@ -161,6 +161,14 @@ class PassesFiles(Protocol):
         """Send ``message`` with descriptors."""
 
 
+@runtime_checkable
+class KnowsArrivals(Protocol):
+    """A stream that knows, without waiting, whether something has arrived."""
+
+    def is_quiet(self) -> bool:
+        """Whether the connection is open and nothing waits to be received."""
+
+
 Messages = Sequence[Mapping[str, Any]]
 AnswerEvent = TypeVar("AnswerEvent", bound=ServerEvent)
 Part = TypeVar("Part", AnswerList, Controllers, Embeddings, SessionList, TokenList, Transcript)
@@ -262,6 +270,10 @@ class Client:
             return self._codec.next_event()
         except ProtocolError as error:
             raise BrokenProtocol(str(error)) from None
+
+    def is_quiet(self) -> bool:
+        """Whether the connection is open, and all that the daemon sent was received.  Never, if the stream cannot say."""
+        return not self._codec.mid_event and isinstance(self._stream, KnowsArrivals) and self._stream.is_quiet()
 
     async def generate(self, **fields: Any) -> AsyncIterator[Event]:
         """Send a request and yield its events until all its answers have ended.

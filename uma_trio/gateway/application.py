@@ -132,7 +132,7 @@ def build(config: Config) -> tuple[ASGIApp, Callable[[], None], Callable[[], Non
     Raises:
         KeyFileError: the file of tenants cannot be used.
     """
-    daemon = Daemon(config.listen.socket, peers=Peers.of(config), pictures=PictureUrls.of(config))
+    daemon = Daemon.of(config, peers=Peers.of(config), pictures=PictureUrls.of(config))
     endpoints = (*ENDPOINTS, openapi.endpoint_of(ENDPOINTS), *reference_page.endpoints_of(ENDPOINTS), *PAGES)
     usage = UsageFile(usage_path(config))
     limiter = Limiter(usage, now_ns=time.monotonic_ns, unix_s=time.time, connections=config.limits.max_connections)

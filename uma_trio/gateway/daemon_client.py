@@ -6,13 +6,10 @@ import contextlib
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
-from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import anyio
 import attrs
-import sniffio
-from anyio.abc import UNIXSocketStream
 from anyio.streams.memory import MemoryObjectSendStream
 
 from uma_trio.client import (
@@ -22,7 +19,6 @@ from uma_trio.client import (
     Eos,
     Event,
     ModelDescription,
-    OpenStream,
     PrefillProgress,
     Ranking,
     Reasoning,
@@ -30,15 +26,15 @@ from uma_trio.client import (
     Token,
     TokenList,
     ToolCallDelta,
-    open_client,
 )
+from uma_trio.config import Config
 from uma_trio.gateway.charging import Account, Charge, charged
 from uma_trio.gateway.errors import NO_DAEMON, NO_DAEMON_RETRY_MS, HttpError, from_client_error
 from uma_trio.gateway.peers.messages import Session
 from uma_trio.gateway.peers.moving import Peers
 from uma_trio.gateway.picture_urls import PictureUrls
 from uma_trio.gateway.request_logger import RequestRecord
-from uma_trio.gateway.transport import DaemonStream
+from uma_trio.gateway.transport import ConnectionPool
 from uma_trio.gateway.unattended import Unattended
 
 REQUESTS_AT_A_TIME: Final = 16
@@ -59,10 +55,10 @@ class KnownModels:
 
 @attrs.frozen
 class Daemon:
-    """Where the daemon listens.  Each request has a connection of its own, and closing it cancels the request."""
+    """Sends requests to the daemon.  Each has a connection for itself while it runs, and closing that cancels the request."""
 
-    socket: Path | None
-    """``None`` is the default path."""
+    pool: ConnectionPool
+    """Opens connections, and keeps those of requests without sessions of peers."""
     account: Account | None = None
     """Who is charged for requests; ``None``: the user who runs the daemon, without limits."""
     record: RequestRecord | None = None
@@ -77,7 +73,12 @@ class Daemon:
     """Fetches pictures that requests name by URL."""
     _known: Mapping[bool, KnownModels] = attrs.Factory(lambda: {True: KnownModels(), False: KnownModels()})
     """For tenants, and for the user who runs the daemon, who may name more of them."""
-    _snapshots: Snapshots = attrs.Factory(lambda self: Snapshots(self.socket), takes_self=True)
+    _snapshots: Snapshots = attrs.Factory(lambda self: Snapshots(self.pool), takes_self=True)
+
+    @classmethod
+    def of(cls, config: Config, **fields: Any) -> Self:
+        """The daemon with these settings."""
+        return cls(ConnectionPool.of(config), **fields)
 
     @property
     def is_background(self) -> bool:
@@ -100,14 +101,18 @@ class Daemon:
             self.record.note(events)
 
     @contextlib.asynccontextmanager
-    async def connect(self) -> AsyncIterator[Client]:
-        """A connection, whose queries are on behalf of the client.
+    async def connect(self, *, is_pooled: bool = False) -> AsyncIterator[Client]:
+        """A connection.
+
+        Args:
+            is_pooled: it is for one request with ``keep_alive``.  Otherwise it is for queries on behalf of the client.
 
         Raises:
             HttpError: the daemon cannot be reached, or what was done with the connection failed.
         """
+        pool = self.pool
         try:
-            async with open_client(self.socket, open_stream=_open_stream(), principal=self.principal) as client:
+            async with pool.connect_for_request() if is_pooled else pool.connect(self.principal) as client:
                 yield client
         except ClientError as error:
             raise from_client_error(error) from None
@@ -128,9 +133,12 @@ class Daemon:
 
     @contextlib.asynccontextmanager
     async def _sending(
-        self, fields: Mapping[str, Any], *, is_streamed: bool
+        self, fields: Mapping[str, Any], *, is_streamed: bool, is_pooled: bool = False
     ) -> AsyncIterator[tuple[Client, Mapping[str, Any], Charge]]:
         """A connection for a request, the request as it is to be sent, and what it costs.
+
+        Args:
+            is_pooled: see ``connect``.  The session of a peer has a new connection, which the daemon must see closed.
 
         Raises:
             HttpError: a limit of the tenant refuses it, or as ``_connect_for``.
@@ -138,11 +146,13 @@ class Daemon:
         if self.slo is not None:
             fields = {**fields, "slo": self.slo}
         with charged(self.account, fields, is_streamed=is_streamed) as charge:
-            async with self._connect_for(charge.fields) as (client, request):
+            async with self._connect_for(charge.fields, is_pooled) as (client, request):
                 yield client, request, charge
 
     @contextlib.asynccontextmanager
-    async def _connect_for(self, fields: Mapping[str, Any]) -> AsyncIterator[tuple[Client, Mapping[str, Any]]]:
+    async def _connect_for(
+        self, fields: Mapping[str, Any], is_pooled: bool
+    ) -> AsyncIterator[tuple[Client, Mapping[str, Any]]]:
         """A connection for a request, and the request with its pictures.  Its session is here if a peer had it.  The request
         is without its session if that cannot be had and the request has the whole conversation.
 
@@ -162,7 +172,7 @@ class Daemon:
                     yield client, fields
                     return
             fields = {name: value for name, value in fields.items() if name not in ("session_id", "history")}
-        async with self.connect() as client:
+        async with self.connect(is_pooled=is_pooled) as client:
             yield client, fields
 
     async def generate(self, fields: Mapping[str, Any]) -> AsyncIterator[list[Event]]:
@@ -172,8 +182,8 @@ class Daemon:
             HttpError: the daemon cannot be reached or refuses.
         """
         is_streamed = bool(fields.get("stream", True))
-        async with self._sending(fields, is_streamed=is_streamed) as (client, request, charge):
-            async for batch in client.generate_batches(**request):
+        async with self._sending(fields, is_streamed=is_streamed, is_pooled=True) as (client, request, charge):
+            async for batch in client.generate_batches(**{**request, "keep_alive": True}):
                 self._count(charge, batch)
                 yield batch
 
@@ -385,12 +395,6 @@ def _moved(event: Event, first_index: int) -> Event:
     return event
 
 
-def _open_stream() -> OpenStream:
-    """The fastest kind of stream that there is for the event loop of the ASGI server."""
-    is_asyncio = sniffio.current_async_library() == "asyncio"
-    return DaemonStream.open if is_asyncio else UNIXSocketStream.from_socket
-
-
 TIMEOUT_S: Final = 1.0
 """A daemon that does not answer for so long counts as down."""
 
@@ -402,14 +406,10 @@ FRESH_S: Final = 0.1
 
 
 class Snapshots:
-    """Reads snapshots over a connection that stays open: they come also when the daemon accepts no more connections.
+    """Reads snapshots over a connection that stays open: they come also when the daemon accepts no more connections."""
 
-    Args:
-        socket: the daemon's; ``None`` is the default path.
-    """
-
-    def __init__(self, socket: Path | None) -> None:
-        self._socket = socket
+    def __init__(self, pool: ConnectionPool) -> None:
+        self._pool = pool
         self._lock = anyio.Lock()
         self._open: tuple[Client, contextlib.AsyncExitStack] | None = None
         self._last: dict[str, Any] | HttpError = {}
@@ -451,7 +451,7 @@ class Snapshots:
             ClientError: there is none.
         """
         found, self._open = self._open, None
-        client, connection = found or await self._connect()
+        client, connection = found or await self._pool.open()
         try:
             snapshot = await client.metrics(keep_alive=True)
             self._open = client, connection
@@ -460,7 +460,3 @@ class Snapshots:
             if self._open is None:
                 with anyio.CancelScope(shield=True):
                     await connection.aclose()
-
-    async def _connect(self) -> tuple[Client, contextlib.AsyncExitStack]:
-        connection = contextlib.AsyncExitStack()
-        return await connection.enter_async_context(open_client(self._socket)), connection

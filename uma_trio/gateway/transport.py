@@ -1,4 +1,4 @@
-"""The gateway's side of a connection to the daemon, on a transport of asyncio.
+"""The gateway's side of connections to the daemon, on a transport of asyncio, and a pool of them.
 
 anyio's own Unix stream registers with the event loop for every read, which costs two system calls a token.
 """
@@ -9,14 +9,24 @@ import asyncio
 import contextlib
 import socket
 from collections import deque
-from collections.abc import Collection
-from typing import Final, cast
+from collections.abc import AsyncIterator, Collection
+from pathlib import Path
+from typing import Final, Self, cast
 
 import anyio
-from anyio.abc import ByteStream
+import attrs
+import sniffio
+from anyio.abc import ByteStream, UNIXSocketStream
+
+from uma_trio.client import Client, OpenStream, open_client
+from uma_trio.config import Config
 
 MAX_BUFFERED_BYTES: Final = 256 * 1024
 """Bytes that may wait here while the client of the gateway does not read.  With more, nothing is read from the daemon."""
+IDLE_S: Final = 2.0
+"""How long a connection may wait for its next request.  To open another one then costs little."""
+MAX_IDLE: Final = 1 / 32
+"""Idle connections, as a part of the daemon's ``max_connections``, which they count for."""
 
 
 class DaemonStream(ByteStream, asyncio.Protocol):
@@ -87,6 +97,21 @@ class DaemonStream(ByteStream, asyncio.Protocol):
             self._transport.resume_reading()
         return data
 
+    def is_quiet(self) -> bool:
+        """Whether the connection is open and nothing waits to be received.
+
+        Asks the kernel too, which knows before the event loop does.
+        """
+        if self._chunks or self._ended or self._transport.is_closing():
+            return False
+        try:
+            self._sock.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:  # reset by the daemon
+            return False
+        return False
+
     async def send(self, item: bytes) -> None:
         """Send all of ``item``.
 
@@ -125,3 +150,104 @@ class DaemonStream(ByteStream, asyncio.Protocol):
     async def aclose(self) -> None:
         """Close the connection at once, which cancels what runs on it."""
         self._transport.abort()
+
+
+@attrs.frozen
+class _Idle:
+    client: Client
+    closing: contextlib.AsyncExitStack
+    since: float
+
+
+class ConnectionPool:
+    """Opens connections to the daemon, and keeps those whose request has ended for the next one.
+
+    A connection serves one request at a time.  It stays open only if nothing but the end of its request has arrived.
+
+    Args:
+        socket: the daemon's; ``None`` is the default path.
+        max_idle: how many connections may wait.
+        idle_s: how long each of them may wait.
+    """
+
+    def __init__(self, socket: Path | None, *, max_idle: int = 0, idle_s: float = IDLE_S) -> None:
+        self._socket = socket
+        self._max_idle = max_idle
+        self._idle_s = idle_s
+        self._idle: deque[_Idle] = deque()
+        """The newest is the last one, and the next one that is used."""
+        self._closer: asyncio.Task[None] | None = None
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """As the limits of the daemon allow it."""
+        limits = config.limits
+        max_idle = int(MAX_IDLE * limits.max_connections)
+        return cls(config.listen.socket, max_idle=max_idle, idle_s=min(IDLE_S, limits.idle_timeout_s / 4))
+
+    def connect(self, principal: str | None = None) -> contextlib.AbstractAsyncContextManager[Client]:
+        """A new connection, which is closed afterwards.
+
+        Args:
+            principal: for queries.
+
+        Raises:
+            ClientError: the daemon cannot be reached.
+        """
+        return open_client(self._socket, open_stream=_open_stream(), principal=principal)
+
+    @contextlib.asynccontextmanager
+    async def connect_for_request(self) -> AsyncIterator[Client]:
+        """A connection for one request with ``keep_alive``, which has ended when the context is left without an exception.
+        Otherwise the connection is closed, which cancels the request.
+
+        Raises:
+            ClientError: the daemon cannot be reached.
+        """
+        client, closing = await self._take() or await self.open()
+        async with closing:
+            yield client
+            if len(self._idle) < self._max_idle and client.is_quiet():
+                self._keep(client, closing.pop_all())
+
+    async def open(self) -> tuple[Client, contextlib.AsyncExitStack]:
+        """A new connection, and what closes it.
+
+        Raises:
+            ClientError: the daemon cannot be reached.
+        """
+        closing = contextlib.AsyncExitStack()
+        return await closing.enter_async_context(self.connect()), closing
+
+    async def _take(self) -> tuple[Client, contextlib.AsyncExitStack] | None:
+        """The newest idle connection.  Closes those to which the daemon has said something, such as that it stops."""
+        while self._idle:
+            found = self._idle.pop()
+            if found.client.is_quiet():
+                return found.client, found.closing
+            await found.closing.aclose()
+        return None
+
+    def _keep(self, client: Client, closing: contextlib.AsyncExitStack) -> None:
+        self._idle.append(_Idle(client, closing, anyio.current_time()))
+        if self._closer is None or self._closer.done():
+            self._closer = asyncio.create_task(self._close_old())
+
+    async def _close_old(self) -> None:
+        """Close connections that have waited too long, until none waits."""
+        try:
+            while self._idle:
+                left_s = self._idle[0].since + self._idle_s - anyio.current_time()
+                if left_s > 0:
+                    await asyncio.sleep(left_s)
+                else:
+                    await self._idle.popleft().closing.aclose()
+        finally:
+            while self._idle:
+                await self._idle.pop().closing.aclose()
+
+
+def _open_stream() -> OpenStream:
+    """The fastest kind of stream that there is for the event loop of the ASGI server."""
+    is_asyncio = sniffio.current_async_library() == "asyncio"
+    return DaemonStream.open if is_asyncio else UNIXSocketStream.from_socket

@@ -191,6 +191,11 @@ class ClientCodec:
         self._frames = framing.FrameReader(max_frame_bytes=MAX_EVENT_BYTES)
         self._encoding = encoding
 
+    @property
+    def mid_event(self) -> bool:
+        """Whether bytes have arrived that ``next_event`` has not returned."""
+        return self._frames.mid_frame
+
     def receive_data(self, data: bytes) -> None:
         self._frames.receive_data(data)
 

@@ -58,7 +58,7 @@ class RowCaller:
         the target that keeps ticks as short as they are without streams.
         """
         slo = {"priority": "background", "target_itl_ms": config.scheduling.prefill_tick_ms}
-        daemon = Daemon(config.listen.socket, slo=slo)
+        daemon = Daemon.of(config, slo=slo)
         return cls({endpoint.path: endpoint for endpoint in endpoints}, config, daemon, large_work)
 
     async def answer(self, row: Row, account: Account | None = None, *, is_local: bool = True) -> RowResult | Later:
