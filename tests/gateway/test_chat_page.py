@@ -965,16 +965,16 @@ def hand_over(page: Page, way: str, picture: bytes) -> None:
 
 
 @pytest.fixture
-def seeing(browser: Browser, tmp_path: Path) -> Iterator[Page]:
-    """The page of a daemon whose model sees pictures."""
-    with real_daemon("--http", "0", "--mmproj", str(projector_file(tmp_path)), folder=tmp_path) as daemon:  # noqa: SIM117
+def blind(browser: Browser, tmp_path: Path) -> Iterator[Page]:
+    """The page of a daemon whose model cannot see pictures."""
+    with real_daemon("--http", "0", "--mmproj", "off", folder=tmp_path) as daemon:  # noqa: SIM117
         with opened(browser, daemon.http_url()) as page:
             yield page
 
 
 @needs_browser
-def test_pictures_are_sent_kept_and_part_of_branches(seeing: Page) -> None:
-    page, red, blue, large = seeing, filled((255, 0, 0)), filled((0, 0, 255)), png(drawn(1, 700, 2100))
+def test_pictures_are_sent_kept_and_part_of_branches(page: Page) -> None:
+    red, blue, large = filled((255, 0, 0)), filled((0, 0, 255)), png(drawn(1, 700, 2100))
     hand_over(page, "drop", red)
     hand_over(page, "paste", blue)
     expect(page.locator("#attached li")).to_have_text(["drop.png×", "paste.png×"])
@@ -1005,13 +1005,13 @@ def test_pictures_are_sent_kept_and_part_of_branches(seeing: Page) -> None:
 
 
 @needs_browser
-def test_a_model_that_cannot_see_and_what_is_no_picture_say_so(page: Page, seeing: Page) -> None:
-    hand_over(page, "drop", filled((255, 0, 0)))
-    expect(page.locator("#status")).to_contain_text("embedded cannot see pictures. Choose a model that can")
-    expect(page.locator("#record")).to_be_hidden()
-    expect(page.locator("#attached li")).to_have_count(0)
-    hand_over(seeing, "drop", b"GIF89a, they say")
-    expect(seeing.locator("#status")).to_have_text("drop.png is no picture that this browser can read.")
+def test_a_model_that_cannot_see_and_what_is_no_picture_say_so(page: Page, blind: Page) -> None:
+    hand_over(blind, "drop", filled((255, 0, 0)))
+    expect(blind.locator("#status")).to_contain_text("embedded cannot see pictures. Choose a model that can")
+    expect(blind.locator("#record")).to_be_hidden()
+    expect(blind.locator("#attached li")).to_have_count(0)
+    hand_over(page, "drop", b"GIF89a, they say")
+    expect(page.locator("#status")).to_have_text("drop.png is no picture that this browser can read.")
 
 
 @needs_browser

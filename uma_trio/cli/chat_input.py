@@ -71,7 +71,7 @@ class LineInput:
 
     async def lines(self) -> AsyncIterator[str]:
         return
-        yield
+        yield  # an iterator without elements
 
     def keep(self, line: str) -> None:
         raise AssertionError("there are no such lines")
@@ -100,7 +100,7 @@ class TerminalInput:
         self._ahead = TypeAhead()
         self._kept: deque[str] = deque()
         self._fresh: deque[str] = deque()
-        """Lines that nobody has seen, the first one perhaps without effect: the answer has ended."""
+        """Lines typed during an answer that ``lines`` has not handed out.  Once it has ended, ``CHANGES`` among them are dropped."""
 
     def read(self) -> str:
         self._kept += [line for line in self._fresh if line.partition(" ")[0] not in CHANGES]

@@ -28,7 +28,7 @@ HINTS: Final = {
 
 
 CONTROLLER_FAILED: Final = "E_CONTROLLER_FAILED"
-"""The daemon works: only what the controller says is of use to its author."""
+"""Shown without "the daemon at ... answers": the fault is the controller's."""
 
 _VERBOSE: Final = f"{__name__}.verbose"
 

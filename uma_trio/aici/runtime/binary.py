@@ -138,9 +138,9 @@ def name(section: bytes, position: int) -> tuple[str, int]:
     return section[start : start + size].decode("utf-8", "replace"), start + size
 
 
-def export(name: str, kind: int, index: int) -> bytes:
+def export(called: str, kind: int, index: int) -> bytes:
     """An entry of the exports."""
-    data = name.encode()
+    data = called.encode()
     return encode(len(data)) + data + bytes([kind]) + encode(index)
 
 

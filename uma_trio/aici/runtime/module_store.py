@@ -84,7 +84,7 @@ class ModuleStore:
         self._shipped = ShippedModules(shipped, host, folder / "shipped")
         self._shared = TagFiles(folder / "shared")
         self._lock = threading.Lock()
-        self._of_module: weakref.WeakValueDictionary[tuple[str, str], threading.Lock] = weakref.WeakValueDictionary()
+        self._module_locks: weakref.WeakValueDictionary[tuple[str, str], threading.Lock] = weakref.WeakValueDictionary()
         self._change_lock = threading.Lock()
         """Held while the folder changes, with the file ``lock``."""
         self._loaded: OrderedDict[tuple[str, str], Module] = OrderedDict()
@@ -179,10 +179,10 @@ class ModuleStore:
         with self._module_lock(files, module_id), self._changing():
             gone = [module_id]
             for tags in (files.tags, self._shared):
-                for info in tags.all():
-                    if info.module_id == module_id and info.owner == files.owner:
-                        tags.remove(info.tag)
-                        gone.append(info.tag)
+                for tag in tags.all():
+                    if tag.module_id == module_id and tag.owner == files.owner:
+                        tags.remove(tag.tag)
+                        gone.append(tag.tag)
             self._remove(files, module_id)
         return gone
 
@@ -206,7 +206,8 @@ class ModuleStore:
         found = [OwnedTag(tag, module_id, int(time.time()), auth.user, *sizes, owner) for tag in tags]
         with self._changing():
             known = {*place.names()}
-            if {*tags} - known and len(known | {*tags}) > MAX_TAGS:
+            new = {*tags} - known
+            if new and len(known) + len(new) > MAX_TAGS:
                 raise StoreError(f"there are {len(known)} tags, at most {MAX_TAGS} are possible; delete some")
             if files is not None and not files.has(module_id):
                 raise StoreError(f"module {module_id} not found; it was deleted")
@@ -284,8 +285,8 @@ class ModuleStore:
         files = self._files(user)
         if files.has(module_id):
             return files
-        for info in self._shared.all():
-            if info.module_id == module_id and (files := self._files(info.owner)).has(module_id):
+        for tag in self._shared.all():
+            if tag.module_id == module_id and (files := self._files(tag.owner)).has(module_id):
                 return files
         raise StoreError(f"module {module_id} not found; upload it first")
 
@@ -332,7 +333,7 @@ class ModuleStore:
                 self._loaded.pop((files.owner, module_id), None)
 
     def _stored(self) -> Iterator[StoredModule]:
-        shared = {(info.owner, info.module_id) for info in self._shared.all()}
+        shared = {(tag.owner, tag.module_id) for tag in self._shared.all()}
         for files in self._owners():
             try:
                 for each in files.stored():
@@ -355,7 +356,7 @@ class ModuleStore:
             CannotCompile: another thread compiles it, for longer than ``TURN_SECONDS``.
         """
         with self._lock:
-            found = self._of_module.setdefault((files.owner, module_id), threading.Lock())
+            found = self._module_locks.setdefault((files.owner, module_id), threading.Lock())
         if not found.acquire(timeout=TURN_SECONDS):
             raise CannotCompile(f"module {module_id} is being compiled; try again later")
         try:

@@ -104,7 +104,7 @@ def check_interface(wasm: bytes, max_memory_bytes: int) -> None:
     sections = binary.sections(wasm)
     types = [_signature(each) for each in Vector(sections.get(binary.TYPE)).split(binary.type_end)]
     imported = [*Vector(sections.get(binary.IMPORT)).split(binary.import_end)]
-    functions = [_check_import(each, types) for each in imported]
+    functions = [_check_import(each, types) for each in imported]  # Wasm numbers them first
     own = Vector(sections.get(binary.FUNCTION)).split(binary.number_end)
     functions += [types[binary.decode(each, 0)[0]] for each in own]
     memories = [*Vector(sections.get(binary.MEMORY)).split(binary.limits_end)]
@@ -150,8 +150,9 @@ def _export(entry: bytes) -> tuple[str, tuple[int, int]]:
 
 
 def _signature(entry: bytes) -> Signature:
-    middle = binary.sized_end(entry, 1)
-    return _letters(entry, 1), _letters(entry, middle)
+    parameters = 1  # after the byte that says that this is a function
+    results = binary.sized_end(entry, parameters)
+    return _letters(entry, parameters), _letters(entry, results)
 
 
 def _letters(entry: bytes, position: int) -> str:
