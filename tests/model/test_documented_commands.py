@@ -40,7 +40,7 @@ NOT_RUN = {
     r"uma-trio metrics --all .*": "asks daemons on ports of its own; tests/gateway/test_routers.py asks one",
     r"python3 -m venv .*": "makes the environment that the tests run in",
     r"\./build_llama\.sh .*": "builds; tests/abi/test_build_llama.py tests the script",
-    r"pytest .*": "runs the tests themselves",
+    r"pytest( .*)?": "runs the tests themselves",
     r"(pip|pipx|uv tool) install .*": "changes the environment that the tests run in",
     r"(python|python -m) (llama_abi/wheels/make\.py|hatchling) .*": "makes wheels; tests/abi/test_wheels.py makes one",
     r"unzip .* dist/.*": "needs the wheels",
@@ -196,6 +196,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (work / "file.txt").write_text("The capital of France is Paris.\n")
     (work / "notes.txt").write_text("Mix flour, milk and eggs.\nLima is in Peru.\n")
     (work / "tools.json").write_text(json.dumps(TOOLS))
+    (work / "docs").mkdir()
+    (work / "docs" / "shapes.png").symlink_to(ROOT / "docs" / "shapes.png")
     (work / "questions.jsonl").write_text(json.dumps(QUESTION) + "\n")
     (work / "program.js").write_text(blocks((ROOT / "README.md").read_text(), "js")[0])
     (work / "main.js").write_text("start(async () => { await $`Yes.` })")
@@ -437,8 +439,14 @@ def _run_live(command: str, shown: str, key: str, environment: Mapping[str, str]
         assert screen.wait() == 0
 
 
-AFTER_SOMETHING = {"Who is the judge of Quudshomere?", "What is the weather in Paris?", "And of Italy?"}
-"""Questions that need a document, tools or a chat before them; tests/model/test_embedded.py has such questions."""
+AFTER_SOMETHING = {
+    "Who is the judge of Quudshomere?",
+    "What is the weather in Paris?",
+    "And of Italy?",
+    "What is this? (with [`docs/shapes.png`](shapes.png))",
+}
+"""Questions that need a document, tools, a chat or a picture before them; tests/model/test_embedded.py and test_seeing.py have
+such questions."""
 
 SKILLS = [
     row
