@@ -85,7 +85,7 @@ class ShippedModules:
         failures = each.failures
         with each.lock:
             if each.module is None:
-                if each.failures > failures:  # whoever waited during a failed attempt does not begin another
+                if each.failures > failures:  # an attempt failed while this caller waited: one is enough
                     raise CannotCompile(f"{each.name} could not be compiled; try again")
                 try:
                     each.module = self._load(module_id, each)

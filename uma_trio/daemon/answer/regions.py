@@ -46,6 +46,7 @@ class RegionAssembler(TextAssembler):
         super().__init__(stop)
         calls = None if calling is None else calling.markers
         self._calling = calling
+        self.may_end |= calling is not None and not calling.parallel  # the only call does
         self._begins_reasoning = () if reasoning is None else reasoning.begin
         self._begins_again = self._begins_reasoning if reasoning is not None and reasoning.repeats else ()
         """What begins reasoning later in the output."""
@@ -86,11 +87,6 @@ class RegionAssembler(TextAssembler):
         return self.matched is not None or (
             self._calling is not None and not self._calling.parallel and bool(self.calls)
         )
-
-    @property
-    def may_end(self) -> bool:
-        """Whether some text would end the answer: a stop string, or the only call."""
-        return super().may_end or (self._calling is not None and not self._calling.parallel)
 
     @property
     def in_reasoning(self) -> bool:

@@ -110,11 +110,6 @@ class StringSearch:
         self._held = ""
 
     @property
-    def has_strings(self) -> bool:
-        """Whether it looks for any."""
-        return self._states is not None
-
-    @property
     def holds_text(self) -> bool:
         """Whether text is held back."""
         return bool(self._held)
@@ -168,6 +163,8 @@ class TextAssembler:
     def __init__(self, stop: Sequence[str] = ()) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._stop = StringSearch(stop)
+        self.may_end = bool(stop)
+        """Whether some text would end the answer.  A tick asks it for each token."""
         self.calls: list[ToolCall] = []
         """The complete calls."""
         self.in_calls = False
@@ -184,11 +181,6 @@ class TextAssembler:
     def has_ended(self) -> bool:
         """Whether nothing that follows is part of the answer."""
         return self.matched is not None
-
-    @property
-    def may_end(self) -> bool:
-        """Whether some text would end the answer."""
-        return self._stop.has_strings
 
     @property
     def in_reasoning(self) -> bool:

@@ -97,7 +97,9 @@ class Speed:
         )
         n = budget.tokens(work)
         if work.decode_rows and n <= self.limits.min_chunk_tokens:
-            n //= 2 if msgspec.structs.replace(budget, follows_prefill=True).tokens(work) <= 0 else 1
+            after_prefill = msgspec.structs.replace(budget, follows_prefill=True)
+            if after_prefill.tokens(work) <= 0:
+                n //= 2
         return max(1, n)
 
 

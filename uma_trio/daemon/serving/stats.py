@@ -180,9 +180,8 @@ class Stats:
         sequence, telemetry = new.sequence, self.telemetry
         counts = telemetry.principals.of(sequence.principal.name)
         counts.tokens_total += len(new.tokens)
-        is_first = (
-            sequence.times.first_token_at is None and not new.n_before
-        )  # a fork begins with tokens that it has not got
+        # a fork begins with tokens that it has not got
+        is_first = sequence.times.first_token_at is None and not new.n_before
         sequence.place.note_progress(at, has_gained=True)
         gap_ms = sequence.times.record_tokens(at, paused=new.paused)
         if gap_ms is not None:
