@@ -255,7 +255,7 @@ async def test_a_fork_waits_for_cells_of_a_cancelled_answer(autojump_clock):
             await trio.sleep(0.001)
         await trio.sleep(0.12)
         harness.scheduler.cancel(running)
-        harness.scheduler._act(harness.scheduler._controllers.advance())
+        harness.scheduler._controllers.advance()
         await harness.done(sequences)
         assert by_path(client, client.tokens) == expected(SMALL)
         await harness.clean()

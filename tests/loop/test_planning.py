@@ -70,7 +70,7 @@ class Planning:
             embeddings=self.embeddings,
             offloader=offloader,
             bisection=self.bisection,
-            controllers=ControllerDriver(None, None, self.running),
+            controllers=ControllerDriver(None, None, self.running, None),
         )
         self.n_steps = 0
 

@@ -9,7 +9,6 @@ Source: docs/ARCHITECTURE.md, "A tick".
 
 from __future__ import annotations
 
-import functools
 from collections import abc
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -28,15 +27,7 @@ from uma_trio.daemon.scheduling.rest import Rest, rest_of
 from uma_trio.daemon.scheduling.timings import StepTimings
 from uma_trio.daemon.scheduling.view import Priority
 from uma_trio.daemon.serving.changes import append_known
-from uma_trio.daemon.serving.controllers.driver import (
-    MAX_WAIT_S,
-    Actions,
-    ControllerDriver,
-    Deliver,
-    Finish,
-    Signal,
-    WhenDone,
-)
+from uma_trio.daemon.serving.controllers.driver import MAX_WAIT_S, ControllerDriver
 from uma_trio.daemon.serving.controllers.state import ControlledRequest
 from uma_trio.daemon.serving.drafting import DraftModel
 from uma_trio.daemon.serving.embedding import EmbeddingQueue, PendingEmbeddings
@@ -145,7 +136,7 @@ class Scheduler:
         self._embeddings = EmbeddingQueue(self.info, config.limits.max_queue, self._leave)
         self._bisection: CrashBisection[Sequence] = CrashBisection()
         self._lost_time = LostTime()
-        self._controllers = ControllerDriver(runtime, engine, self._running)
+        self._controllers = ControllerDriver(runtime, engine, self._running, self)
         self._planner = StepPlanner(
             info=self.info,
             limits=config.scheduling,
@@ -172,9 +163,9 @@ class Scheduler:
         self._stopping = False
         self._stopped = False
         if runtime is not None:
-            runtime.on_change = lambda: self._act(self._controllers.runtime_changed())
-            runtime.on_unused = lambda name: self._act(
-                self._controllers.drop_unused(ControlledRequest(name=name, generation=runtime.generation))
+            runtime.on_change = self._controllers.runtime_changed
+            runtime.on_unused = lambda name: self._controllers.drop_unused(
+                ControlledRequest(name=name, generation=runtime.generation)
             )
 
     # -- called from outside, between ticks -----------------------------------------------------
@@ -199,7 +190,7 @@ class Scheduler:
             sequences, known = self._enter(prepared)
         except UmaError:
             if controlled is not None:
-                self._act(self._controllers.drop_unused(controlled))
+                self._controllers.drop_unused(controlled)
             raise
         if request.echo or request.return_full_text:
             for sequence in sequences:
@@ -216,18 +207,18 @@ class Scheduler:
         if has_place or self._planner.preempts_at <= trio.current_time():
             self.wake()
         else:  # without a place it is in no step
-            self._wake.set()
+            self.end_wait()
         return sequences if controlled is None else self._controllers.add(sequences[0], controlled)
 
     def _report_forecasts(self) -> None:
         for sequence, error in self._forecaster.report(self._planner.service):
-            self._finish(sequence, error)
+            self.finish(sequence, error)
 
     def _replay(self, known: NewTokens) -> None:
         """Send the events of tokens that an earlier daemon has sampled; end the sequence if they do."""
         reason = send_tokens(known, self._token_to_bytes)
         if reason is not None:
-            self._finish(known.sequence, reason)
+            self.finish(known.sequence, reason)
         else:
             self._planner.begin_speculation(known.sequence)
 
@@ -315,11 +306,9 @@ class Scheduler:
         """
         if sequence.state is not State.FINISHED:
             sequence.times.cancelled_at = trio.current_time()
-            ahead = self._ahead
-            if ahead is not None and ahead.row_of(sequence) is not None:
-                self._revoke(ahead)
+            self._revoke_ahead_of(sequence)
             self.wake()
-            self._finish(sequence, reason)
+            self.finish(sequence, reason)
 
     def steer(self, sequence: Sequence, steering: Steering) -> None:
         """Change ``sequence`` when the next step that samples it is complete; ``steering.done`` is set then, or at its end.
@@ -351,9 +340,7 @@ class Scheduler:
                 field=field,
             )
         sequence.bounds.steering = steering
-        ahead = self._ahead
-        if ahead is not None and ahead.row_of(sequence) is not None:
-            self._revoke(ahead)
+        self._revoke_ahead_of(sequence)
         self.wake()
 
     def wake(self) -> None:
@@ -364,7 +351,22 @@ class Scheduler:
         ahead = self._ahead
         if ahead is not None and delays_requests(ahead):
             self._revoke(ahead)
+        self.end_wait()
+
+    def end_wait(self) -> None:
+        """There is work: ends the wait for it."""
         self._wake.set()
+
+    def revoke_ahead(self) -> None:
+        """Withdraw the run-ahead step, if there is one."""
+        if (ahead := self._ahead) is not None:
+            self._revoke(ahead)
+
+    def _revoke_ahead_of(self, sequence: Sequence) -> None:
+        """Withdraw the run-ahead step, if it computes something of ``sequence``."""
+        ahead = self._ahead
+        if ahead is not None and ahead.row_of(sequence) is not None:
+            self._revoke(ahead)
 
     def _interrupt(self) -> None:
         """End the step that computes, if it gives way to a request that has just come."""
@@ -373,27 +375,6 @@ class Scheduler:
             return
         if self._lost_time.may_lose(1e3 * (trio.current_time() - step.began_at)):
             self._revoke(step)
-
-    def _act(self, actions: Actions) -> None:
-        """Do what the driver of controllers asks for."""
-        for action in actions:
-            match action:
-                case Deliver(new):
-                    self._deliver_new(new, trio.current_time())
-                case Finish(sequence, reason):
-                    self._finish(sequence, reason)
-                case WhenDone():
-                    action.exchange.when_done(functools.partial(self._act_later, action))
-                case Signal.END_WAIT:
-                    self._wake.set()
-                case Signal.WAKE:
-                    self.wake()
-                case Signal.REVOKE_AHEAD:
-                    if (ahead := self._ahead) is not None:
-                        self._revoke(ahead)
-
-    def _act_later(self, action: WhenDone) -> None:
-        self._act(action.then())
 
     @property
     def _ahead(self) -> InFlightStep | None:
@@ -563,13 +544,13 @@ class Scheduler:
         """
         for each in completed:
             self._deliver_tokens(each, controlled=True)
-            self._act(self._controllers.step_completed(each.step))
+            self._controllers.step_completed(each.step)
         if self._in_flight:
             return
         until = trio.current_time() + MAX_WAIT_S
-        self._act(self._controllers.advance())
+        self._controllers.advance()
         while await self._controllers.wait_for_exchange(until):
-            self._act(self._controllers.advance())
+            self._controllers.advance()
         self._controllers.permit()
 
     # 1. complete
@@ -688,7 +669,7 @@ class Scheduler:
             self._controllers.attach_masks(step, message)
         self._engine.link.submit(message)
         if self._controllers:
-            self._act(self._controllers.request_masks(step))
+            self._controllers.request_masks(step)
 
     # 3. deliver, while the step computes
 
@@ -710,9 +691,9 @@ class Scheduler:
             if new.sequence.control.steers is not controlled:
                 continue
             if new.sequence.state is not State.FINISHED:  # cancelled by what another sequence's delivery set off
-                self._deliver_new(new, completed.at)
+                self.deliver(new, completed.at)
 
-    def _deliver_new(self, new: NewTokens, at: float) -> None:
+    def deliver(self, new: NewTokens, at: float) -> None:
         """Send tokens that a sequence got at ``at``, and end it if they do."""
         if new.tokens:
             self._stats.record_tokens(new, at)
@@ -722,12 +703,14 @@ class Scheduler:
         if new.sequence.log is not None:
             new.sequence.log.add(new.tokens, new.sequence.sampling.params.mu, new.changes)
         if reason is not None:
-            self._finish(new.sequence, reason)
+            self.finish(new.sequence, reason)
 
     # -- the end of a sequence ------------------------------------------------------------------
 
-    def _finish(self, sequence: Sequence, reason: FinishReason | UmaError) -> None:
-        """Take ``sequence`` out of the plans, and send its last event."""
+    def finish(self, sequence: Sequence, reason: FinishReason | UmaError) -> None:
+        """Take ``sequence`` out of the plans, and send its last event, unless it has ended."""
+        if sequence.state is State.FINISHED:  # by what the end of another one set off
+            return
         was_waiting = sequence.state is State.WAITING
         sequence.state, sequence.times.ended_at = State.FINISHED, trio.current_time()
         if sequence.bounds.steering is not None:
@@ -740,7 +723,7 @@ class Scheduler:
             self._release_when_computed(sequence)
         self._leave(sequence.principal)
         if sequence.control.steers:
-            self._act(self._controllers.ended(sequence))
+            self._controllers.ended(sequence)
         if isinstance(reason, UmaError):
             reason.request_id = sequence.request.id
             sequence.sink.send(Failure.of(reason, metadata=sequence.request.metadata, index=sequence.index))
@@ -827,7 +810,7 @@ class Scheduler:
         self._stats.end_of_work()
         culprit = self._bisection.crashed(suspects)
         if culprit is not None:
-            self._finish(culprit, DecodeFailed(f"this request made the engine fail twice: {reason}"))
+            self.finish(culprit, DecodeFailed(f"this request made the engine fail twice: {reason}"))
         await self._restart_engine()
 
     async def _restart_engine(self) -> None:
@@ -850,7 +833,7 @@ class Scheduler:
         if self._refusal is None or isinstance(self._refusal, ModelUnavailable):
             self._refusal = error
         for sequence in [*self.sequences()]:
-            self._finish(sequence, type(error)(str(error)))
+            self.finish(sequence, type(error)(str(error)))
         for pending in [*self._embeddings]:
             self._embeddings.end(pending, type(error)(str(error)))
 

@@ -9,13 +9,11 @@ Source: docs/design/constraints.md.
 
 from __future__ import annotations
 
-import enum
 import math
 from collections import abc
-from collections.abc import Callable, Generator, Iterator, Mapping, Set
-from typing import Any, Final, TypeAlias
+from collections.abc import Callable, Mapping, Set
+from typing import Any, Final, Protocol
 
-import attrs
 import trio
 from msgspec import UNSET
 
@@ -49,58 +47,41 @@ MAX_SUSPENDED_EXCHANGES: Final = 4
 MAX_ERROR_CHARACTERS: Final = 2000
 
 
-@attrs.frozen(eq=False)
-class Deliver:
-    """Send these tokens now, and end the sequence if they do."""
+class Loop(Protocol):
+    """What the driver has the scheduler do.  All of it happens at once, before the call returns."""
 
-    new: NewTokens
+    def deliver(self, new: NewTokens, at: float) -> None:
+        """Send tokens that a sequence got at ``at``, and end it if they do."""
 
+    def finish(self, sequence: Sequence, reason: FinishReason | UmaError) -> None:
+        """End a sequence, unless it has ended.  Calls ``ControllerDriver.ended``."""
 
-@attrs.frozen(eq=False)
-class Finish:
-    """End this sequence."""
+    def end_wait(self) -> None:
+        """There is work: end the wait for it."""
 
-    sequence: Sequence
-    reason: FinishReason | UmaError
+    def wake(self) -> None:
+        """The next plan should know of a change: also revokes a run-ahead step that would take long."""
 
-
-@attrs.frozen(eq=False)
-class WhenDone:
-    """When this exchange is done, do what ``then`` gives; at once if it is done."""
-
-    exchange: Exchange[Any]
-    then: Callable[[], Actions]
-
-
-class Signal(enum.Enum):
-    """What the loop of the scheduler should know."""
-
-    END_WAIT = enum.auto()
-    """There is work: end the wait, if the loop waits."""
-    WAKE = enum.auto()
-    """The next plan should see a change: also revoke a run-ahead step that would take long."""
-    REVOKE_AHEAD = enum.auto()
-    """Withdraw the step that runs ahead, if there is one."""
-
-
-Actions: TypeAlias = Iterator[Deliver | Finish | WhenDone | Signal]
-"""What the scheduler must do, one after another.  The driver goes on when an action is done, and sees what it changed."""
+    def revoke_ahead(self) -> None:
+        """Withdraw the run-ahead step, if there is one."""
 
 
 class ControllerDriver:
     """The controlled sequences of one scheduler.
 
-    It knows nothing of the scheduler: methods that change more than the driver return actions, which the scheduler does.
-
     Args:
         runtime: runs the controllers; ``None``: there are none.
         engine: computes the steps.
+        loop: the scheduler.
     """
 
-    def __init__(self, runtime: ControllerRuntime | None, engine: SupervisedEngine, running: RunningSet) -> None:
+    def __init__(
+        self, runtime: ControllerRuntime | None, engine: SupervisedEngine, running: RunningSet, loop: Loop
+    ) -> None:
         self._runtime = runtime
         self._engine = engine
         self._running = running
+        self._loop = loop
         self._controlled = ControlledSequences()
         self._forking = Forking(self._controlled, running)
         self._freed: list[int] = []
@@ -150,20 +131,20 @@ class ControllerDriver:
         """Steer ``sequence``, the first of ``request``; returns its sequences, a list that grows with each fork."""
         return self._controlled.begin(sequence, request)
 
-    def drop_unused(self, request: ControlledRequest) -> Actions:
+    def drop_unused(self, request: ControlledRequest) -> None:
         """Make the runtime drop the controller of ``request``, which ended before it had a sequence."""
         if self._is_current(request):
             self._unused.append(request)
-            yield Signal.END_WAIT
+            self._loop.end_wait()
 
-    def ended(self, sequence: Sequence) -> Actions:
+    def ended(self, sequence: Sequence) -> None:
         """Forget ``sequence``, which has ended."""
         control = control_of(sequence)
         send_unsent(sequence)
         self._controlled.remove(sequence)
         self._forking.give_up(sequence)
         if control.phase is Phase.NEW:
-            yield from self.drop_unused(control.request)
+            self.drop_unused(control.request)
         elif self._is_current(control.request):
             self._freed.append(control.id)
 
@@ -176,29 +157,28 @@ class ControllerDriver:
         runtime = self._runtime
         return runtime is not None and runtime.is_usable and runtime.generation == request.generation
 
-    def runtime_changed(self) -> Actions:
+    def runtime_changed(self) -> None:
         """The runtime has died or was restarted: end the sequences whose controllers died with their runtime."""
         assert self._runtime is not None
         lost = [each for each in self._controlled if not self._is_current(control_of(each).request)]
         if lost:
-            yield from self._end_lost(lost, self._runtime.reason or "it was restarted")
+            self._end_lost(lost, self._runtime.reason or "it was restarted")
 
-    def _end_lost(self, lost: abc.Sequence[Sequence], why: str) -> Actions:
+    def _end_lost(self, lost: abc.Sequence[Sequence], why: str) -> None:
         """End sequences whose controllers died."""
         self._steps.give_up()
         for sequence in lost:
-            if sequence.state is not State.FINISHED:  # ended by what another one's end set off
-                yield Finish(sequence, ControllerUnavailable(f"the runtime of controllers has ended: {why}"))
+            self._loop.finish(sequence, ControllerUnavailable(f"the runtime of controllers has ended: {why}"))
         self._freed = []
         self._unused = [request for request in self._unused if self._is_current(request)]
-        yield Signal.WAKE
+        self._loop.wake()
 
     # -- called by the tick ---------------------------------------------------------------------
 
-    def step_completed(self, step: InFlightStep) -> Actions:
+    def step_completed(self, step: InFlightStep) -> None:
         """Tell controllers of the tokens of ``step``, which are counted and sent."""
         self._steps.completed(step)
-        yield from self._start_next_exchange()
+        self._start_next_exchange()
 
     def step_revoked(self, step: InFlightStep) -> None:
         """Forget ``step``, which ran ahead and was not begun.  Unused masks and splices stay."""
@@ -208,12 +188,12 @@ class ControllerDriver:
         """Forget all steps in flight: the engine died.  Unused masks and splices stay."""
         self._steps.lost()
 
-    def advance(self) -> Actions:
+    def advance(self) -> None:
         """Splice what controllers have asked for, and start the next exchange; no step is in flight."""
         for sequence in self._controlled.in_phase(Phase.MASK_READY):
             if control_of(sequence).splice is not None:
-                yield Deliver(splice(sequence, self._running.cache))
-        yield from self._start_next_exchange()
+                self._loop.deliver(splice(sequence, self._running.cache), trio.current_time())
+        self._start_next_exchange()
 
     async def wait_for_exchange(self, until: float) -> bool:
         """Wait for the exchange that runs, if sequences wait for it that should be in the next plan.
@@ -251,7 +231,7 @@ class ControllerDriver:
         assert self._runtime is not None
         self._steps.attach_masks(step, message, self._runtime.masks)
 
-    def request_masks(self, step: InFlightStep) -> Actions:
+    def request_masks(self, step: InFlightStep) -> None:
         """Ask for the masks of ``step``, which was just sent, or tell the engine that they are ready."""
         if self._steps.begun is not step:
             return
@@ -262,7 +242,7 @@ class ControllerDriver:
         if rows:
             self._steps.ready(step, rows)
         else:
-            yield from self._ask_mid(sampled)
+            self._ask_mid(sampled)
 
     def prevents_run_ahead(self, step: InFlightStep) -> bool:
         """Whether no step may run ahead of ``step``, because that would delay a controlled sequence."""
@@ -292,7 +272,7 @@ class ControllerDriver:
 
     # -- what is asked --------------------------------------------------------------------------
 
-    def _start_next_exchange(self) -> Actions:
+    def _start_next_exchange(self) -> None:
         """Start exchanges, as long as there is one to start and none runs.
 
         None starts between a mask and the token that it allows: ``pre`` comes after ``post``, and the masks of a step
@@ -303,21 +283,21 @@ class ControllerDriver:
                 self._steps.give_up()
                 return
             if self._wants_post_pre:
-                yield from self._ask_post_pre()
+                self._ask_post_pre()
                 continue
             if self._steps.begun is not None:
-                yield from self._ask_mid_for(self._steps.begun)
+                self._ask_mid_for(self._steps.begun)
                 continue
             try:
                 asked = self._forking.next_group()
             except ForkRefused as refusal:
-                yield Finish(refusal.sequence, refusal.error)
+                self._loop.finish(refusal.sequence, refusal.error)
                 continue
             if not asked:
                 asked = self._ready if any(control_of(each).needs_mask_first for each in self._ready) else []
             if not asked:
                 return
-            yield from self._ask_mid(asked)
+            self._ask_mid(asked)
 
     @property
     def _wants_post_pre(self) -> bool:
@@ -333,7 +313,7 @@ class ControllerDriver:
         """The sequences that can ask for their masks."""
         return reading([each for each in self._controlled.in_phase(Phase.READY) if is_prefilled(each)])
 
-    def _ask_post_pre(self) -> Actions:
+    def _ask_post_pre(self) -> None:
         assert self._runtime is not None
         post: list[PostOp] = []
         pre: list[PreOp] = []
@@ -354,23 +334,23 @@ class ControllerDriver:
         self._unused = []
         exchange = self._runtime.post_pre(post, pre, freed)
 
-        def take() -> Actions:
+        def take() -> None:
             self._exchanges_ms[0] = 1e3 * self._age_s
             self._is_slow = self._age_s > MAX_WAIT_S
-            yield from self._take_post_pre(exchange)
+            self._take_post_pre(exchange)
 
-        yield from self._send(exchange, take, self._post_pre_ms)
+        self._send(exchange, take, self._post_pre_ms)
 
-    def _ask_mid_for(self, step: InFlightStep) -> Actions:
+    def _ask_mid_for(self, step: InFlightStep) -> None:
         """Ask for the masks of ``step``, which ran ahead: of the sequences whose controllers want another token."""
         asked = [each for each in self._ready if step.row_of(each) is not None]
         if asked:
             self._steps.has_asked = True
-            yield from self._ask_mid(asked)
+            self._ask_mid(asked)
         else:
             self._steps.give_up()
 
-    def _ask_mid(self, asked: abc.Sequence[Sequence]) -> Actions:
+    def _ask_mid(self, asked: abc.Sequence[Sequence]) -> None:
         assert self._runtime is not None
         ops = []
         for sequence in asked:
@@ -380,15 +360,15 @@ class ControllerDriver:
         exchange = self._runtime.mid(ops)
         step = self._steps.begun
 
-        def take() -> Actions:
+        def take() -> None:
             self._exchanges_ms[1] = 1e3 * self._age_s
             if step is None:
                 self._is_slow = self._age_s > MAX_WAIT_S
                 for sequence in asked:
                     control_of(sequence).needs_mask_first = self._is_slow
-            yield from self._take_mid(exchange, {op.id: row for row, op in enumerate(ops)}, step)
+            self._take_mid(exchange, {op.id: row for row, op in enumerate(ops)}, step)
 
-        yield from self._send(exchange, take, self._mid_ms)
+        self._send(exchange, take, self._mid_ms)
 
     @property
     def _age_s(self) -> float:
@@ -398,42 +378,45 @@ class ControllerDriver:
     def _send(
         self,
         exchange: Exchange[PostPreResults] | Exchange[MidResults],
-        take: Callable[[], Actions],
+        take: Callable[[], None],
         duration_ms: RecentValues,
-    ) -> Actions:
+    ) -> None:
         self._exchange, self._sent_at = exchange, trio.current_time()
 
-        def done() -> Actions:
+        def done() -> None:
             self._exchange, self._done_at = None, trio.current_time()
             if exchange.failure:
                 has_begun = [each for each in self._controlled if control_of(each).phase is not Phase.NEW]
-                yield from self._end_lost(has_begun, exchange.failure)
+                self._end_lost(has_begun, exchange.failure)
             else:
                 duration_ms.add(1e3 * self._age_s)
-                yield from take()
-            yield from self._start_next_exchange()
-            yield Signal.WAKE if self._can_go_on else Signal.END_WAIT
+                take()
+            self._start_next_exchange()
+            if self._can_go_on:
+                self._loop.wake()
+            else:
+                self._loop.end_wait()
 
-        yield WhenDone(exchange, done)
+        exchange.when_done(done)
 
     # -- what follows from answers --------------------------------------------------------------
 
-    def _take_post_pre(self, exchange: Exchange[PostPreResults]) -> Actions:
+    def _take_post_pre(self, exchange: Exchange[PostPreResults]) -> None:
         assert exchange.answer is not None
         for id, posted in exchange.answer.post.items():
-            sequence = yield from self._forward_output(id, posted)
+            sequence = self._forward_output(id, posted)
             if sequence is not None and posted.result is not None and posted.result.stop:
                 send_rest(sequence)
-                yield Finish(sequence, "stop")
+                self._loop.finish(sequence, "stop")
         for id, found in exchange.answer.pre.items():
-            sequence = yield from self._forward_output(id, found)
+            sequence = self._forward_output(id, found)
             if sequence is not None and found.result is not None:
-                yield from self._begin(sequence, found.result)
+                self._begin(sequence, found.result)
         for sequence in self._controlled.in_phase(Phase.AWAITING_PRE):
-            yield _failed(sequence, NO_ANSWER)
-        yield from self._find_deadlocks({id for id, found in exchange.answer.pre.items() if found.skipped is True})
+            self._fail(sequence, NO_ANSWER)
+        self._find_deadlocks({id for id, found in exchange.answer.pre.items() if found.skipped is True})
 
-    def _forward_output(self, id: int, found: SequenceResult[Any]) -> Generator[Finish, None, Sequence | None]:
+    def _forward_output(self, id: int, found: SequenceResult[Any]) -> Sequence | None:
         """Send the output of a controller to its client.
 
         Returns:
@@ -444,15 +427,18 @@ class ControllerDriver:
             return None
         send_controller_output(sequence, found)
         if found.error:
-            yield _failed(sequence, found.error)
+            self._fail(sequence, found.error)
             return None
         return sequence
 
-    def _begin(self, sequence: Sequence, result: PreResult) -> Actions:
+    def _fail(self, sequence: Sequence, reason: str) -> None:
+        self._loop.finish(sequence, ControllerFailed(reason[-MAX_ERROR_CHARACTERS:]))
+
+    def _begin(self, sequence: Sequence, result: PreResult) -> None:
         """Act on the result of ``pre``, which begins a step of ``sequence``."""
         control = control_of(sequence)
         if result.ff_tokens:
-            yield Deliver(append_inserted(sequence, result.ff_tokens))
+            self._loop.deliver(append_inserted(sequence, result.ff_tokens), trio.current_time())
             if sequence.state is State.FINISHED:
                 return
             if sequence.allocation is not None and not sequence.n_computed:
@@ -465,7 +451,7 @@ class ControllerDriver:
             control.n_sampled_in_row = 0
         if result.num_forks == 0:
             send_rest(sequence)
-            yield Finish(sequence, "stop")
+            self._loop.finish(sequence, "stop")
         elif result.suspend:
             control.phase = Phase.SUSPENDED
         elif result.num_forks > 1:
@@ -475,7 +461,7 @@ class ControllerDriver:
         if control.phase is not Phase.FORK:
             self._forking.give_up(sequence)
 
-    def _find_deadlocks(self, late: Set[int]) -> Actions:
+    def _find_deadlocks(self, late: Set[int]) -> None:
         """End requests whose sequences are all suspended, since none can wake another.
 
         Args:
@@ -487,9 +473,9 @@ class ControllerDriver:
             request.n_deadlocked = request.n_deadlocked + 1 if suspended else 0
             if request.n_deadlocked >= MAX_SUSPENDED_EXCHANGES:
                 for sequence in live:
-                    yield Finish(sequence, "deadlock")
+                    self._loop.finish(sequence, "deadlock")
 
-    def _take_mid(self, exchange: Exchange[MidResults], rows: Mapping[int, int], step: InFlightStep | None) -> Actions:
+    def _take_mid(self, exchange: Exchange[MidResults], rows: Mapping[int, int], step: InFlightStep | None) -> None:
         """Act on the answer of ``mid``.
 
         Args:
@@ -498,12 +484,12 @@ class ControllerDriver:
         """
         assert exchange.answer is not None
         if any(found.result is not None for found in exchange.answer.values()):
-            yield Signal.REVOKE_AHEAD  # its inputs are tokens that a splice replaces
+            self._loop.revoke_ahead()  # its inputs are tokens that a splice replaces
         if step is not None:
             good = {id for id, found in exchange.answer.items() if not found.error and found.skipped is not True}
             self._steps.ready(step, {id: row for id, row in rows.items() if id in good})
         for id, found in exchange.answer.items():
-            sequence = yield from self._forward_output(id, found)
+            sequence = self._forward_output(id, found)
             if sequence is None:
                 continue
             control = control_of(sequence)
@@ -514,10 +500,6 @@ class ControllerDriver:
                 control.phase, control.mask_row = Phase.MASK_READY, rows[id]
             else:
                 control.phase, control.splice = Phase.MASK_READY, found.result
-
-
-def _failed(sequence: Sequence, reason: str) -> Finish:
-    return Finish(sequence, ControllerFailed(reason[-MAX_ERROR_CHARACTERS:]))
 
 
 def _can_go_on(sequence: Sequence) -> bool:
