@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import trio
@@ -43,6 +44,55 @@ async def test_a_step_that_fails_once_fails_no_request(autojump_clock, failure):
         assert harness.engine.resets >= 1
         assert harness.scheduler._engine.restarts == isinstance(failure, EngineDied)
         await harness.clean()
+
+
+def delay_next_step(engine: FakeEngine, ms: float) -> None:
+    """Let the next step that computes take ``ms``."""
+    usual = engine.cost_ms
+
+    def cost_ms(n_prefill: int, n_decode: int) -> float:
+        engine.cost_ms = usual
+        return ms
+
+    engine.cost_ms = cost_ms
+
+
+@pytest.mark.parametrize("after_s", [0.001, 0.1], ids=["prefill", "decode"])
+async def test_an_engine_that_hangs_within_a_step_is_killed_and_costs_no_request(autojump_clock, after_s):
+    async with asking(engine_hang_timeout_s=20.0) as harness:
+        clients = [harness.ask([10 + i] * (1 + 90 * i), 40) for i in range(3)]
+        await trio.sleep(after_s)
+        delay_next_step(harness.engine, math.inf)
+        await trio.sleep(19.5)
+        n_sent = [len(client.tokens) for client in clients]
+        assert harness.scheduler._engine.restarts == 0
+        await trio.sleep(1.0)
+        assert not harness.scheduler._engine.link.is_usable
+        assert [len(client.tokens) for client in clients] == n_sent
+        await harness.ended(*clients)
+        assert harness.scheduler._engine.restarts == 1
+        assert all(client.tokens == expected_continuation(client.prompt, 40) for client in clients)
+        await harness.clean()
+
+
+async def test_a_step_that_is_slow_and_ends_in_time_is_no_hang(autojump_clock):
+    async with asking(engine_hang_timeout_s=20.0) as harness:
+        client = harness.ask([1], 40)
+        await trio.sleep(0.1)
+        delay_next_step(harness.engine, 19_000.0)
+        await harness.ended(client)
+        assert (harness.scheduler._engine.restarts, harness.engine.resets) == (0, 0)
+        assert client.tokens == expected_continuation([1], 40)
+        await harness.clean()
+
+
+async def test_a_request_whose_steps_hang_twice_fails(autojump_clock):
+    async with asking(engine_hang_timeout_s=20.0) as harness:
+        client = harness.ask([1], 40)
+        harness.engine.cost_ms = lambda n_prefill, n_decode: math.inf
+        await harness.ended(client)
+        assert client.reason == "E_RUNTIME_DECODE"
+        assert harness.scheduler._engine.restarts == 1
 
 
 @pytest.mark.parametrize("after_s", [0.001, 0.02, 0.05, 0.0551, 0.09, 0.2])
