@@ -652,7 +652,7 @@ def _decode_other(wanted: type, value: Any) -> Any:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_other)
-_decoders: Final = {
+_decoders: Final[Mapping[str, msgspec.msgpack.Decoder[Any]]] = {
     "daemon": msgspec.msgpack.Decoder(FromDaemon, dec_hook=_decode_other),
     "engine": msgspec.msgpack.Decoder(FromEngine, dec_hook=_decode_other),
 }
