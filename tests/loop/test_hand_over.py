@@ -106,7 +106,9 @@ def ask_of(moves: Moves, action: Any) -> None:
         pass
 
 
-async def test_a_session_that_a_peer_has_been_given_is_under_way_until_it_is_confirmed_or_nobody_comes_for_it():
+async def test_a_session_that_a_peer_has_been_given_is_under_way_until_it_is_confirmed_or_nobody_comes_for_it(
+    autojump_clock,
+):
     moves = Moves()
     assert not await moves.ended()
     with pytest.raises(SessionBusy), moves.answering(PeerQuestion(action="give", session_id="s")):
@@ -129,7 +131,7 @@ async def test_a_session_that_a_peer_has_been_given_is_under_way_until_it_is_con
             assert trio.current_time() == pytest.approx(began + last)
 
 
-async def test_a_daemon_that_stops_waits_for_sessions_that_arrive_and_offers_them():
+async def test_a_daemon_that_stops_waits_for_sessions_that_arrive_and_offers_them(autojump_clock):
     here, offered, ended_at = ["early"], [], []
 
     class Daemon:

@@ -16,8 +16,10 @@ from tests.support.asking import Client, Harness, asking
 from tests.support.fake_engine import STATE_BYTES, FakeEngine, expected_continuation
 from tests.support.profile import amount
 from tests.support.state_files import MemoryFiles
+from uma_trio.engine.state_check import FRONT_PAGES
 from uma_trio.engine_link.kv_ops import LoadState, SaveState
 from uma_trio.engine_link.messages import EngineDied, EngineError
+from uma_trio.engine_link.state_pages import PAGE_BYTES
 from uma_trio.protocol.requests import Slo
 
 LAYOUTS = pytest.mark.parametrize("unified", [True, False], ids=["unified", "per-sequence"])
@@ -171,8 +173,9 @@ async def test_a_state_that_cannot_be_loaded_is_computed_again(autojump_clock, f
 
 
 @pytest.mark.parametrize("n", [300, 600], ids=["before the copy", "after the copy"])
-async def test_an_altered_state_is_found_once(autojump_clock, n):
+async def test_an_altered_state_is_found_once(autojump_clock, monkeypatch, n):
     """Found after the copy, it takes the KV cache with it; all other answers stay right."""
+    monkeypatch.setattr("tests.support.fake_engine.STATE_BYTES", FRONT_PAGES * PAGE_BYTES // 500)
     files = MemoryFiles()
     async with asking(small(n_seq_max=6), files, offload_after_s=NEVER) as harness:
         said = [[*tokens_of(seed, n), *expected_continuation(tokens_of(seed, n), 8)] for seed in range(3)]

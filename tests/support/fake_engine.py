@@ -81,9 +81,9 @@ from uma_trio.models.purpose import Purpose
 N_VOCAB = 1000
 EMBEDDING_WIDTH = 8
 EOG = 0
-STATE_BYTES = 12_288
+STATE_BYTES = 1536
 """Size of one token in a saved state."""
-STATE_BYTES_PER_MS = 2.4e6
+STATE_BYTES_PER_MS = 3e5
 """Simulated speed of saving and loading."""
 CHECKPOINT_BYTES = 64
 
@@ -370,7 +370,8 @@ class FakeEngine:
             match op:
                 case MeasureState():
                     found = [CHECKPOINT_BYTES if number in self.checkpoints else 0 for number in op.checkpoints]
-                    sizes.append((op.seq_id, [len(self._state(op.seq_id)), *found]))
+                    length = self.used_cells().get(op.seq_id, 0)
+                    sizes.append((op.seq_id, [STATE_BYTES * length, *found]))
                 case SaveState() | LoadState():
                     self._check_seq(op.seq_id)
                     try:
@@ -502,7 +503,7 @@ class FakeEngine:
         state = os.pread(op.fd, op.n_bytes, op.offset)
         self._verify(op)
         try:
-            tokens = [tuple(map(int, word.split(b"@", 1))) for word in state.rstrip(b"\0").split()]
+            tokens = [tuple(map(int, word.split(b"@", 1))) for word in state.partition(b"\0")[0].split()]
             content = SequenceContent()
             for token, adapters in tokens:
                 content.read([token], adapters)
