@@ -1,4 +1,4 @@
-"""The lines of ``uma-trio doctor`` about the engine and the controllers of a running daemon."""
+"""The lines of ``uma-trio doctor`` about a running daemon: its folder, its engine, its controllers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from uma_trio.protocol.answers import Metrics, ModelDescription, ModelList
 from uma_trio.protocol.codec import server_codec
 
 
-def findings(path: Path, engine: dict[str, Any], controllers: dict[str, Any] | None = None) -> list[Finding]:
+def findings(
+    path: Path, engine: dict[str, Any], controllers: dict[str, Any] | None = None, **more: Any
+) -> list[Finding]:
     """What the doctor finds at ``path``, where a server answers with snapshots of ``engine`` and ``controllers``."""
     model = ModelDescription(
         name="m",
@@ -30,8 +32,9 @@ def findings(path: Path, engine: dict[str, Any], controllers: dict[str, Any] | N
         capabilities=["completion"],
         embedding_length=1,
     )
+    snapshot = {"model": "m.gguf", "engine": engine, "controllers": controllers, **more}
     answers = (
-        Metrics(snapshot={"model": "m.gguf", "engine": engine, "controllers": controllers}),
+        Metrics(snapshot=snapshot),
         ModelList(models=[model]),
     )
 
@@ -63,6 +66,25 @@ def test_an_engine_that_was_never_restarted(tmp_path: Path) -> None:
     assert served == Finding("served", "ok", message)
     message = "it runs in process 4711 with 200 MiB of memory and was never restarted"
     assert found == Finding("engine", "ok", message)
+
+
+def test_the_folder_of_the_running_daemon_is_checked_if_it_is_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "mine"))
+    engine = {"pid": 4711, "restarts_total": 0}
+    theirs, own = tmp_path / "theirs", tmp_path / "mine" / "uma-trio"
+    [_, state, *_] = findings(tmp_path / "s", engine, state_dir=str(theirs))
+    assert (state.name, state.verdict) == ("state", "ok")
+    assert f"sessions and KV states of the running daemon in {theirs}, " in state.message
+    theirs.touch()
+    [_, state, *_] = findings(tmp_path / "t", engine, state_dir=str(theirs))
+    assert (state.verdict, state.fix is None) == ("problem", False)
+    assert [each.name for each in findings(tmp_path / "u", engine, state_dir=str(own))] == [
+        "socket",
+        "served",
+        "engine",
+    ]
 
 
 @pytest.mark.parametrize(("restarts", "times"), [(1, "once"), (2, "2 times")])

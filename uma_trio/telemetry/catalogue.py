@@ -118,6 +118,7 @@ GROUPS: Final[Mapping[str, tuple[Metric, ...]]] = {
             "clients did not read for half a second."),
         figure("pid", "process id", "now", "The daemon's."),
         figure("version", "text", "now", "The daemon's."),
+        figure("state_dir", "text", "now", "The folder of its sessions and KV states."),
         gauge("uptime_s", "s", "Time since the model was loaded.", of_model=False),
         gauge("draining", "bool", "Whether the daemon is stopping and takes no new requests.", of_model=False),
     ),

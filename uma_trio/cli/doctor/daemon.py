@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from uma_trio.cli.doctor.findings import Finding
-from uma_trio.cli.doctor.folders import cannot_write
+from uma_trio.cli.doctor.folders import WrittenFolder, cannot_write, check_folder
 from uma_trio.engine_link.devices import size
 
 if TYPE_CHECKING:
@@ -96,6 +96,8 @@ def _daemon(path: Path, settings: Config) -> Iterator[Finding]:
         yield Finding("socket", "warning", message, "the machine is busy with other work; see threads above")
     else:
         yield Finding("socket", "ok", message)
+    if "state_dir" in answer:
+        yield from _state_folder(Path(answer["state_dir"]), settings)
     yield from _served(path)
     if answer.get("gateway"):
         yield _gateway(answer["gateway"])
@@ -107,6 +109,18 @@ def _daemon(path: Path, settings: Config) -> Iterator[Finding]:
         for name, other in models.items():
             if "engine" in (other.get("metrics") or {}):
                 yield _engine(other["metrics"]["engine"], f"{name}: it")
+
+
+def _state_folder(folder: Path, settings: Config) -> Iterator[Finding]:
+    """Check the folder of the running daemon, if its own flags have named another one than those of this command."""
+    from uma_trio.daemon.storage import state_dir
+
+    if folder != state_dir(settings).absolute():
+        purpose = "sessions and KV states of the running daemon"
+        without = "its sessions end with it"
+        yield check_folder(
+            WrittenFolder(name="state", purpose=purpose, path=folder, setting="--state-dir", without=without)
+        )
 
 
 def _served(path: Path) -> Iterator[Finding]:
