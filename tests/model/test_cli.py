@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -114,6 +115,14 @@ def test_stats_go_to_stderr(ask):
     assert found.stdout == ask(QUESTION).stdout
 
 
+def test_each_request_has_an_id_by_which_it_is_found_again(ask, daemon):
+    ids = [re.search(r"\bid (ask-[0-9a-f]+)$", ask("--stats", QUESTION).stderr.strip())[1] for _ in range(2)]
+    assert ids[0] != ids[1]
+    for each in ids:
+        found = invoke("explain", "--socket", daemon.socket, each)
+        assert "tokens of the prompt were in the KV cache" in found.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -144,7 +153,7 @@ def test_no_server_exits_with_2(tmp_path):
         assert found.stderr.count("\n") == 1
 
 
-TOKEN = frame(b'{"id":"ask","event":"token","text":"Par","token_id":1}')
+TOKEN = frame(b'{"event":"token","text":"Par","token_id":1}')
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ def _percent(logprob: float) -> str:
 
 
 def print_stats(eos: Eos) -> None:
-    """Print usage and timings of an answer on stderr."""
+    """Print usage, timings and the request's id of an answer on stderr."""
     usage, timings = eos.usage, eos.timings
     parts = [
         f"{usage.prompt_tokens} prompt + {usage.completion_tokens} tokens",
@@ -165,6 +165,7 @@ def print_stats(eos: Eos) -> None:
         f"{timings.tokens_per_s:.1f} tokens/s" if timings.tokens_per_s else None,
         f"seed {eos.seed}" if eos.seed is not None else None,
         eos.reason,
+        f"id {eos.id}",
     ]
     note(", ".join(part for part in parts if part))
 

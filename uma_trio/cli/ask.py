@@ -87,7 +87,7 @@ STDIN_NOTICE_S = 1.0
     is_flag=True,
     help="Let the daemon answer on its own, and print the id of the answer for uma-trio attach.",
 )
-@click.option("--stats", is_flag=True, help="Print usage and timings to stderr at the end.")
+@click.option("--stats", is_flag=True, help="Print usage, timings and the id of the request to stderr at the end.")
 @click.option(
     "--wait",
     type=click.FloatRange(0),
@@ -238,7 +238,7 @@ async def _stream(request: dict[str, Any], options: dict[str, Any]) -> int:
         wait_s = 0 if options["no_wait"] else options["wait"]
         return await stream(request, options["socket"], options["as_json"], options["stats"], wait_s)
     from uma_trio.cli.answer import TextPrinter, print_json, print_stats, warn_if_cut, warn_if_in_memory
-    from uma_trio.cli.generation import generate
+    from uma_trio.cli.generation import generate, new_id
     from uma_trio.client import Eos, Event
 
     as_json, socket = options["as_json"], options["socket"]
@@ -271,7 +271,7 @@ async def _stream(request: dict[str, Any], options: dict[str, Any]) -> int:
     is_shown = sys.stderr.isatty() and not as_json
     try:
         eos = await generate(
-            {"id": "ask", "progress": is_shown, "forecast": is_shown, **request},
+            {"id": new_id("ask"), "progress": is_shown, "forecast": is_shown, **request},
             show,
             socket,
             signals=(signal.SIGINT, signal.SIGTERM),

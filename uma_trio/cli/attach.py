@@ -24,7 +24,7 @@ from uma_trio.cli.stdio import note, print_table, when
 @click.option("--cancel", "action", flag_value="cancel", help="End the answer.")
 @click.option("--delete", "action", flag_value="delete", help="Remove the answer; ends it before, if need be.")
 @click.option("--json", "as_json", is_flag=True, help="Print events, or descriptions of answers, as JSON lines.")
-@click.option("--stats", is_flag=True, help="Print usage and timings to stderr at the end.")
+@click.option("--stats", is_flag=True, help="Print usage, timings and the id of the request to stderr at the end.")
 @socket_option()
 def command(id: str | None, after: int, action: str | None, as_json: bool, stats: bool, socket: str | None) -> None:
     """Print a detached answer from its beginning, and follow it to its end; without ID, list all.

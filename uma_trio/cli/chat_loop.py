@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import secrets
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -21,7 +20,7 @@ from uma_trio.cli.chat_settings import BadSetting, changed, described
 from uma_trio.cli.client_options import HINTS, say_which_daemon
 from uma_trio.cli.content import Kind, dropped_file, picture_part
 from uma_trio.cli.conversation import Conversation, Message, as_fields, as_json, as_markdown
-from uma_trio.cli.generation import asked, generate
+from uma_trio.cli.generation import asked, generate, new_id
 from uma_trio.cli.keyboard import hidden_keys
 from uma_trio.cli.progress import load_with_progress
 from uma_trio.cli.run_trio import run
@@ -494,7 +493,7 @@ class Chat:
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(refresh)
-            name = f"chat-{secrets.token_hex(8)}"  # another program of the user may chat, too
+            name = new_id("chat")  # another program of the user may chat, too
             nursery.start_soon(self._steer, name, shown)
             last = await generate({"id": name, **request}, shown.show, self._socket)
             nursery.cancel_scope.cancel()

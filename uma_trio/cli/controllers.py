@@ -225,7 +225,7 @@ async def stream(
 ) -> int:
     """Send a request with a controller, print its answers, and return the exit code."""
     from uma_trio.cli.answer import print_json, print_stats
-    from uma_trio.cli.generation import generate
+    from uma_trio.cli.generation import generate, new_id
     from uma_trio.cli.run_view import RunPrinter
     from uma_trio.client import Event
 
@@ -242,7 +242,7 @@ async def stream(
     await _say_if_runtime_starts(socket, wait_s)
     try:
         eos = await generate(
-            {"id": "run", **request}, show, socket, signals=(signal.SIGINT, signal.SIGTERM), wait_s=wait_s
+            {"id": new_id("run"), **request}, show, socket, signals=(signal.SIGINT, signal.SIGTERM), wait_s=wait_s
         )
     finally:
         if not as_json:

@@ -37,8 +37,8 @@ CAUSES: Final = {
 def command(id: str, model: str | None, as_json: bool, socket: str | None) -> None:
     """Say which tokens of a request's prompt were computed although an earlier prompt began alike, and why.
 
-    ID is the id of the request, over HTTP the id of its answer, such as chatcmpl-req-..., or the x-request-id.  The daemon
-    knows the last ones.
+    ID is the id of the request, over HTTP the id of its answer, such as chatcmpl-req-..., or the x-request-id; for
+    uma-trio ask the one that --stats prints.  The daemon knows the last ones.
     """
     from uma_trio.cli.generation import asked
     from uma_trio.cli.run_trio import run

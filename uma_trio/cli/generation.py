@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -16,6 +17,11 @@ from uma_trio.cli.stdio import note
 from uma_trio.client import Client, Eos, Event, open_client
 
 T = TypeVar("T")
+
+
+def new_id(command: str) -> str:
+    """An id for a request of a command, by which ``uma-trio explain`` and ``replay`` find it."""
+    return f"{command}-{secrets.token_hex(6)}"
 
 
 def connected(

@@ -45,7 +45,7 @@ def command(id: str, logs: Sequence[Path], request: Path | None, socket: str | N
     """Compute a logged answer again, alone, and say whether it is equal, or where and why it differs.
 
     ID is the id of the answer over HTTP, such as chatcmpl-req-..., or its x-request-id; over the socket the id that the
-    client gave.  The answers of uma-trio ask have the id ask; of several with one id, the last one is computed.
+    client gave, for uma-trio ask the one that --stats prints; of several with one id, the last one is computed.
 
     The daemon writes what it takes with serve --perf-log FILE --perf-log-replay prompts. With serve --reproducible,
     answers are equal also if they shared batches with others.

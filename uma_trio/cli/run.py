@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 @click.option("--http", metavar="[HOST:]PORT", help="A daemon that is started also serves HTTP there.")
 @options_but_model
 @click.option("--plain", is_flag=True, help="Show answers as they are, without rendering Markdown.")
-@click.option("--stats", is_flag=True, help="With PROMPT: print usage and timings to stderr at the end.")
+@click.option(
+    "--stats", is_flag=True, help="With PROMPT: print usage, timings and the id of the request to stderr at the end."
+)
 @socket_option()
 def command(model: str, prompt: tuple[str, ...], keep: bool, offline: bool, http: str | None, **options: Any) -> None:
     """Download MODEL if it is not here, load it, and chat with it; or answer PROMPT, and end.
