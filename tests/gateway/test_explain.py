@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from tests.gateway.conftest import Gateway
 from uma_trio.cli import main
-from uma_trio.gateway.dialects.starling_shapes import ExplainedPrompt
+from uma_trio.gateway.dialects.starling.shapes import ExplainedPrompt
 
 RULES = "You answer briefly, in whole sentences, and you never joke. " * 6
 

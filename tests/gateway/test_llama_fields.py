@@ -15,8 +15,8 @@ from tests.gateway.conftest import Gateway
 from tests.support.real_daemon import missing, real_daemon
 from uma_trio.cli import main
 from uma_trio.client import ModelDescription, PrefillProgress, Token
-from uma_trio.gateway.dialects.llama.extras import Extras, fingerprint_of, generation_settings
-from uma_trio.gateway.dialects.openai.shared import Sampling
+from uma_trio.gateway.dialects.openai.extras import Extras, fingerprint_of, generation_settings
+from uma_trio.gateway.dialects.openai.sampling import Sampling
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"

@@ -23,8 +23,8 @@ from tests.support.pictures import drawn, png
 from tests.support.projectors import projector_file
 from tests.support.real_daemon import real_daemon
 from uma_trio.gateway import picture_urls
-from uma_trio.gateway.dialects.contents import ToFetch
 from uma_trio.gateway.errors import HttpError
+from uma_trio.gateway.media import ToFetch
 from uma_trio.gateway.picture_urls import MAX_REDIRECTS, PictureUrls
 
 PICTURE = png(drawn(1))

@@ -19,7 +19,7 @@ import uma_trio
 from tests.gateway.conftest import Gateway
 from tests.support.commands import invoke
 from tests.support.real_daemon import free_port, missing, real_daemon
-from uma_trio.gateway.dialects.routers import BLOCK_TOKENS, Loads
+from uma_trio.gateway.dialects.openai.routers import BLOCK_TOKENS, Loads
 
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
 TEXTS = ["", "Hello there", "  two  spaces\n\tand 12345 numbers, don't they?", "naïve 你好 🙂 <|user|>\n", "x" * 500]

@@ -6,7 +6,7 @@ import httpx
 import msgspec
 
 from tests.gateway.conftest import Gateway
-from uma_trio.gateway.dialects.starling_shapes import SteeredAnswer
+from uma_trio.gateway.dialects.starling.shapes import SteeredAnswer
 
 ASK = {"messages": [{"role": "user", "content": "Count from 1 to 900."}], "max_tokens": 2000, "ignore_eos": True}
 

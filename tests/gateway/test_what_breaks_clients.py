@@ -9,8 +9,8 @@ import pytest
 
 from tests.gateway.conftest import Gateway
 from uma_trio.client import Eos, Timings, Token, ToolCall, ToolCallDelta, Usage
-from uma_trio.gateway.dialects.llama.extras import Extras
 from uma_trio.gateway.dialects.openai.chat import ChatChunks
+from uma_trio.gateway.dialects.openai.extras import Extras
 
 HEAD = {"id": "c", "created": 1, "model": "m", "system_fingerprint": "b1"}
 QUESTION = {"role": "user", "content": "What is the capital of France?"}

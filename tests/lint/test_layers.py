@@ -340,6 +340,39 @@ def test_the_gateway_is_a_client_of_the_socket() -> None:
     complain(wrong, "the gateway knows the daemon by its socket:")
 
 
+def dialect_in(parts: Sequence[str]) -> str | None:
+    """The folder of ``gateway/dialects`` that a module is in."""
+    return parts[2] if len(parts) > 3 and tuple(parts[:2]) == ("gateway", "dialects") else None
+
+
+def imported_dialects() -> Iterator[tuple[Import, str]]:
+    """All imports of something in a dialect, with its folder; not those of what dialects share."""
+    for found in all_imports():
+        if (dialect := dialect_in(found.module.split(".")[1:])) not in (None, "common"):
+            yield found, dialect
+
+
+def test_dialects_do_not_import_each_other() -> None:
+    wrong = [
+        found
+        for found, dialect in imported_dialects()
+        if dialect_in(parts_of(found.file)) not in (None, dialect) or "common" in parts_of(found.file)
+    ]
+    complain(wrong, "what dialects share belongs into gateway/dialects/common:")
+
+
+def test_the_gateway_knows_its_dialects_by_their_tables() -> None:
+    """So a new API is a new folder, and a line of the application."""
+    wrong = [
+        found
+        for found, _ in imported_dialects()
+        if dialect_in(parts_of(found.file)) is None
+        and not found.module.endswith(".dialect")
+        and not (found.file.name == "application.py" and found.module.endswith(".endpoints"))
+    ]
+    complain(wrong, "outside of a dialect, only its Dialect is known, and to the application its endpoints:")
+
+
 def test_doors_see_the_service_only() -> None:
     wrong = [
         found

@@ -14,8 +14,8 @@ from tests.support.serving import serving, settings
 from uma_trio.client import AnswerInfo, Client, Eos, Event, Timings, ToolCall, ToolCallDelta, Usage
 from uma_trio.gateway.answer import COMMENT, StreamedAnswer
 from uma_trio.gateway.application import make_app
-from uma_trio.gateway.dialects.llama.extras import Extras
 from uma_trio.gateway.dialects.openai.chat import ChatChunks
+from uma_trio.gateway.dialects.openai.extras import Extras
 from uma_trio.gateway.errors import HttpError
 
 KEEP_ALIVE_S = 15.0

@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from tests.support.cases import all_cases
-from uma_trio.gateway.dialects.anthropic.shared import Chat, ChatMessages, error_body, tool_fields
+from uma_trio.gateway.dialects.anthropic.chat import Chat, ChatMessages, tool_fields
+from uma_trio.gateway.dialects.anthropic.dialect import error_body
 from uma_trio.gateway.errors import HttpError
 from uma_trio.protocol.messages import parse
 from uma_trio.protocol.requests import Generate

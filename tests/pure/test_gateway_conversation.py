@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.support.cases import all_cases
-from uma_trio.gateway.dialects.conversation import conversation_fields
+from uma_trio.gateway.dialects.common.conversation import conversation_fields
 
 HEADER = "x-anthropic-billing-header: cc_version=2.1.117.48f; cc_entrypoint=cli; cch=71fea;"
 

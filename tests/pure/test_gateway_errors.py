@@ -8,7 +8,7 @@ import attrs
 
 from tests.support.cases import all_cases
 from uma_trio.errors import BadRequest, all_errors
-from uma_trio.gateway.dialects.openai.shared import error_body
+from uma_trio.gateway.dialects.openai.dialect import error_body
 from uma_trio.gateway.errors import HttpError, from_failure, try_again_in
 from uma_trio.protocol.events import Failure
 

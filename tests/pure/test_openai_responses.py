@@ -11,9 +11,10 @@ import pytest
 from tests.support.answers import ANSWER, CALLS, eos
 from tests.support.cases import all_cases
 from uma_trio.client import Event, Token
-from uma_trio.gateway.dialects.llama.extras import Extras
+from uma_trio.gateway.dialects.openai.extras import Extras
 from uma_trio.gateway.dialects.openai.response_events import ResponseEvents
 from uma_trio.gateway.dialects.openai.response_items import Conversation, Item, has_files
+from uma_trio.gateway.dialects.openai.responses import ResponsesRequest, response_head
 from uma_trio.gateway.errors import HttpError
 from uma_trio.protocol.messages import parse
 
@@ -130,7 +131,8 @@ def test_what_is_not_supported_is_refused_with_its_place(item: Fields, parameter
 
 
 def renderer(*, seals: bool = False) -> ResponseEvents:
-    return ResponseEvents({"id": "resp_1"}, "1", Extras(), custom_tools=frozenset({"apply_patch"}), seals=seals)
+    head = response_head("resp_1", ResponsesRequest(), "m", {}, [])
+    return ResponseEvents(head, "1", Extras(), custom_tools=frozenset({"apply_patch"}), seals=seals)
 
 
 def rendered(*given: Event, seals: bool = False) -> list[Fields]:

@@ -3,7 +3,7 @@
 ``uma-trio serve --http 8080`` runs it under uvicorn, in a process of its own.  Another ASGI server can run it as well, as
 ``uma_trio.gateway:app``; it then takes its settings from the ``UMA_*`` variables.
 
-Each module of ``dialects`` is an API that clients speak.  It translates a request to one of the socket protocol, and the
+Each folder of ``dialects`` is an API that clients speak.  It translates a request to one of the socket protocol, and the
 events of the answer back.
 """
 

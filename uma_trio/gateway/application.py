@@ -22,34 +22,12 @@ from uma_trio.gateway import health, metrics, openapi, reference_page
 from uma_trio.gateway.batches.service import BatchService
 from uma_trio.gateway.body import BodyLimits
 from uma_trio.gateway.daemon_client import Daemon
-from uma_trio.gateway.dialects import (
-    aici,
-    local_servers,
-    peers,
-    rerank,
-    routers,
-    starling,
-    starling_sessions,
-    tokenizer_file,
-)
-from uma_trio.gateway.dialects.anthropic import messages as anthropic_messages
-from uma_trio.gateway.dialects.anthropic.shared import ANTHROPIC, VERSION_HEADER
-from uma_trio.gateway.dialects.llama import endpoints as llama_server
-from uma_trio.gateway.dialects.ollama import embed as ollama_embed
-from uma_trio.gateway.dialects.ollama import generate as ollama_generate
-from uma_trio.gateway.dialects.ollama import library as ollama_library
-from uma_trio.gateway.dialects.ollama import models as ollama_models
-from uma_trio.gateway.dialects.ollama.shared import OLLAMA
-from uma_trio.gateway.dialects.openai import batches as openai_batches
-from uma_trio.gateway.dialects.openai import chat as openai_chat
-from uma_trio.gateway.dialects.openai import completions as openai_completions
-from uma_trio.gateway.dialects.openai import embeddings as openai_embeddings
-from uma_trio.gateway.dialects.openai import files as openai_files
-from uma_trio.gateway.dialects.openai import models as openai_models
-from uma_trio.gateway.dialects.openai import responses as openai_responses
-from uma_trio.gateway.dialects.openai import transcriptions as openai_transcriptions
-from uma_trio.gateway.dialects.openai.shared import OPENAI
-from uma_trio.gateway.endpoint import Endpoint
+from uma_trio.gateway.dialects.aici import endpoints as aici
+from uma_trio.gateway.dialects.anthropic import endpoints as anthropic
+from uma_trio.gateway.dialects.ollama import endpoints as ollama
+from uma_trio.gateway.dialects.openai import endpoints as openai
+from uma_trio.gateway.dialects.starling import endpoints as starling
+from uma_trio.gateway.endpoint import Dialect, Endpoint, by_path, dialects_of
 from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.guard import Guard, with_headers
 from uma_trio.gateway.key_file import CurrentTenants
@@ -61,59 +39,38 @@ from uma_trio.gateway.peers.moving import Peers
 from uma_trio.gateway.picture_urls import PictureUrls
 from uma_trio.gateway.request_logger import HttpMetrics, RequestLogger, Tracer, log
 from uma_trio.gateway.unattended import Unattended
-from uma_trio.gateway.upload import MAX_FORM_BYTES, Arriving
+from uma_trio.gateway.upload import MAX_FORM_BYTES
 from uma_trio.gateway.usage import UsageFile, usage_path
 from uma_trio.processes.large_work import LargeWork
 
 REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
+"""An ``X-Request-Id`` that is taken over from the client."""
 
 NO_KEYS: Final = (
     "every user of this machine can use HTTP, and read and delete your sessions, because there are no API keys; make one "
     "with: uma-trio keys create NAME"
 )
-"""An ``X-Request-Id`` that is taken over from the client."""
 
-INSTEAD: Final = {
-    "/api/blobs": "models are downloaded with /api/pull or uma-trio pull; /openapi.json lists the paths",
-    "/api/push": "models are not uploaded; /openapi.json lists the paths",
-}
-"""What to use in place of paths of Ollama that do not exist here."""
-
-ENDPOINTS: Final[tuple[Endpoint, ...]] = (
-    *openai_chat.ENDPOINTS,
-    *anthropic_messages.ENDPOINTS,
-    *openai_completions.ENDPOINTS,
-    *openai_embeddings.ENDPOINTS,
-    *rerank.ENDPOINTS,
-    *openai_models.ENDPOINTS,
-    *openai_responses.ENDPOINTS,
-    *openai_files.ENDPOINTS,
-    *openai_transcriptions.ENDPOINTS,
-    *openai_batches.ENDPOINTS,
-    *peers.ENDPOINTS,
-    *ollama_generate.ENDPOINTS,
-    *ollama_embed.ENDPOINTS,
-    *ollama_models.ENDPOINTS,
-    *ollama_library.ENDPOINTS,
-    *local_servers.ENDPOINTS,
-    *routers.ENDPOINTS,
-    *tokenizer_file.ENDPOINTS,
-    *llama_server.ENDPOINTS,
-    *starling.ENDPOINTS,
-    *starling_sessions.ENDPOINTS,
-    *aici.ENDPOINTS,
-    *health.ENDPOINTS,
-    *metrics.ENDPOINTS,
-    WATCH,
+ENDPOINTS: Final = by_path(
+    (
+        *openai.ENDPOINTS,
+        *anthropic.ENDPOINTS,
+        *ollama.ENDPOINTS,
+        *starling.ENDPOINTS,
+        *aici.ENDPOINTS,
+        *health.ENDPOINTS,
+        *metrics.ENDPOINTS,
+        WATCH,
+    )
 )
 
-BATCHED: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
-"""Paths of the requests that batches may have."""
+DIALECTS: Final = dialects_of(ENDPOINTS)
+"""The first one is that of requests that name no other."""
 
 
 def in_batches() -> list[Endpoint]:
     """The endpoints of the requests that batches may have."""
-    return [endpoint for endpoint in ENDPOINTS if endpoint.path in BATCHED]
+    return [endpoint for endpoint in ENDPOINTS if endpoint.is_batched]
 
 
 def make_app(config: Config) -> ASGIApp:
@@ -151,7 +108,6 @@ def build(config: Config) -> tuple[ASGIApp, Callable[[], None], Callable[[], Non
     app.state.http_metrics = http_metrics = HttpMetrics()
     app.state.batches = batches
     app.state.peers = daemon.peers
-    app.state.sounds = Arriving(openai_transcriptions.MAX_ARRIVING, "files of sound")
     guard = Guard(
         app,
         tenants=tenants,
@@ -241,7 +197,8 @@ class ResponseHeaders:
 
 async def _not_found(request: Request, _: Exception) -> Response:
     path = request.url.path
-    instead = next((text for start, text in INSTEAD.items() if path.startswith(start)), "/openapi.json lists the paths")
+    known = _dialect_of(request.scope).instead
+    instead = next((text for start, text in known.items() if path.startswith(start)), "/openapi.json lists the paths")
     return _error(
         request,
         HttpError(404, "E_GATEWAY_NOT_FOUND", f"there is no {path} here; {instead}, and /docs explains them"),
@@ -274,8 +231,14 @@ def _error(request: Request, error: HttpError) -> Response:
 def _refuse(error: HttpError, scope: Scope) -> Response:
     """The response for an error that no endpoint has raised, in the form of the path's dialect."""
     scope["state"]["record"].error_code = error.code
+    return _dialect_of(scope).refuse(error, scope["state"]["request_id"])
+
+
+def _dialect_of(scope: Scope) -> Dialect:
+    """The dialect of a request that no endpoint answers: that of its path, or of what its client sends."""
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
     headers = Headers(scope=scope)
-    of_others = OLLAMA if path.startswith("/api/") else ANTHROPIC if VERSION_HEADER in headers else OPENAI
-    dialect = next((endpoint.dialect_of(headers) for endpoint in ENDPOINTS if endpoint.path == path), of_others)
-    return dialect.refuse(error, scope["state"]["request_id"])
+    for endpoint in ENDPOINTS:
+        if endpoint.path == path:
+            return endpoint.chosen_by(headers).dialect
+    return next((each for each in DIALECTS if each.is_meant_by(path, headers)), DIALECTS[0])

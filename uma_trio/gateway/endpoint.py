@@ -26,11 +26,11 @@ from uma_trio.gateway.answer import (
 )
 from uma_trio.gateway.charging import Account
 from uma_trio.gateway.daemon_client import Daemon
-from uma_trio.gateway.dialects.contents import names_of_media
 from uma_trio.gateway.errors import FieldNames, HttpError, field_renamer, invalid
 from uma_trio.gateway.forecast import ForecastHeaders
 from uma_trio.gateway.guard import check_admin, check_owner, is_unknown
 from uma_trio.gateway.limits import Limiter
+from uma_trio.gateway.media import media_of
 from uma_trio.gateway.request_logger import RequestRecord
 from uma_trio.gateway.tenants import Tenant
 from uma_trio.processes.large_work import LargeWork
@@ -84,12 +84,25 @@ class Dialect:
     """An API that clients speak."""
 
     name: str
+    title: str
+    """Heading of its endpoints on the page at ``/docs``."""
     error_body: Callable[[HttpError, str], Any]
     """The body of an error, from the error and the id of the request: a text, or plain values for JSON."""
     field_names: FieldNames = attrs.field(factory=dict)
     """What fields of the daemon's requests are called, where that is something else.  Errors say it."""
     stream_type: str = EVENT_STREAM
     """Media type of streamed answers."""
+    prefix: str | None = None
+    """Begins the paths of this API, and of no other one."""
+    header: str | None = None
+    """All clients of this API send it.  Where two APIs have the same path, it says which one is meant."""
+    instead: Mapping[str, str] = attrs.field(factory=dict)
+    """What to use in place of paths of this API that do not exist here, by how they begin."""
+
+    def is_meant_by(self, path: str, headers: Container[str]) -> bool:
+        """Whether a request is one of this API, by how its path begins or by its headers."""
+        has_prefix = self.prefix is not None and path.startswith(self.prefix)
+        return has_prefix or (self.header is not None and self.header in headers)
 
     def get(self, path: str, answer: Answer, *shapes: Any, **more: Any) -> Endpoint:
         """An endpoint of this API.
@@ -126,8 +139,10 @@ class Endpoint:
     """Its docstring is the endpoint's in the OpenAPI document, the first sentence as the summary."""
     body: type | None = None
     """What a request contains, as JSON."""
-    dialects: Mapping[str, Dialect] = attrs.field(factory=dict)
-    """Other dialects of this path, by the header that their clients send."""
+    others: tuple[Endpoint, ...] = ()
+    """Endpoints of other dialects at the same path, for requests with the header of their dialect."""
+    is_batched: bool = False
+    """Whether requests of batches may have this path."""
     raw_body: str | None = None
     """Media type of a body that is not JSON.  It may be as large as a controller."""
     form: type | None = None
@@ -154,23 +169,24 @@ class Endpoint:
         stream = () if self.event_shape is None else (self.dialect.stream_type,)
         return stream if stream and not self.shapes else (JSON, *stream)
 
-    def dialect_of(self, headers: Container[str]) -> Dialect:
-        """The dialect of a request with these headers."""
-        return next((dialect for name, dialect in self.dialects.items() if name in headers), self.dialect)
+    def chosen_by(self, headers: Container[str]) -> Endpoint:
+        """The endpoint of this path that a request with these headers means."""
+        return next((other for other in self.others if other.dialect.header in headers), self)
 
     def route(self, config: Config, daemon: Daemon, limiter: Limiter) -> Route:
         """The route of Starlette."""
 
         async def serve(request: Request) -> Response:
+            endpoint = self.chosen_by(request.headers)
             tenant: Tenant | None = request.scope["state"]["tenant"]
             account = None if tenant is None else Account(tenant, limiter, config.limits.default_max_tokens)
-            call = Call(self, request, config, daemon.charging(account, request.scope["state"]["record"]))
+            call = Call(endpoint, request, config, daemon.charging(account, request.scope["state"]["record"]))
             try:
-                if self.needs_admin:
+                if endpoint.needs_admin:
                     check_admin(request.scope)
-                if self.needs_owner:
+                if endpoint.needs_owner:
                     check_owner(request.scope)
-                return await self.answer(call)
+                return await endpoint.answer(call)
             except HttpError as error:
                 return call.refuse(error)
 
@@ -179,6 +195,30 @@ class Endpoint:
 
 Answer = Callable[["Call"], Awaitable[Response]]
 """Serves a request."""
+
+
+def dialects_of(endpoints: Iterable[Endpoint]) -> tuple[Dialect, ...]:
+    """The dialects of these endpoints, each once."""
+    return tuple({endpoint.dialect.name: endpoint.dialect for endpoint in endpoints}.values())
+
+
+def by_path(endpoints: Iterable[Endpoint]) -> tuple[Endpoint, ...]:
+    """One endpoint for each method and path.  If several dialects have it, the first one has the ``others``.
+
+    Raises:
+        ValueError: nothing says which of two endpoints is meant.
+    """
+    found: dict[tuple[str, str], Endpoint] = {}
+    for endpoint in endpoints:
+        place = endpoint.method, endpoint.path
+        if (first := found.get(place)) is None:
+            found[place] = endpoint
+        elif endpoint.dialect.header is None:
+            raise ValueError(f"{endpoint.method} {endpoint.path} has two endpoints")
+        else:
+            shapes = (*first.shapes, *endpoint.shapes)
+            found[place] = attrs.evolve(first, others=(*first.others, endpoint), shapes=shapes)
+    return tuple(found.values())
 
 
 @attrs.frozen
@@ -210,7 +250,7 @@ class Call:
     @property
     def dialect(self) -> Dialect:
         """The dialect of the client."""
-        return self.endpoint.dialect_of(self.request.headers)
+        return self.endpoint.dialect
 
     @property
     def record(self) -> RequestRecord:
@@ -362,8 +402,9 @@ class Call:
         """The response for an error, in the dialect's form."""
         self.record.error_code = error.code
         given: frozenset[str] = self.request.scope["state"].get("given", frozenset())
-        media = names_of_media(self.record.fields.get("messages") or ())
-        names = {**self.dialect.field_names, **self.endpoint.field_names, **media}
+        names: dict[str, str | Sequence[str]] = {**self.dialect.field_names, **self.endpoint.field_names}
+        for place, part in media_of(self.record.fields.get("messages")):
+            names |= {place: part.parameter, f"{place}.data": part.parameter}
         reworded = error.reworded(field_renamer(names, given))
         field = (reworded.parameter or "").partition("[")[0]
         if field in PROMPTS and field not in given:

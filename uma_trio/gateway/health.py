@@ -11,8 +11,8 @@ from starlette.responses import Response
 import uma_trio
 from uma_trio.errors import ShuttingDown
 from uma_trio.gateway.answer import json_response
-from uma_trio.gateway.dialects.shapes import Shape
-from uma_trio.gateway.dialects.starling import STARLING
+from uma_trio.gateway.dialects.common.shapes import Shape
+from uma_trio.gateway.dialects.starling.dialect import STARLING
 from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import HttpError
 

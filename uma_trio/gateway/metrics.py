@@ -20,7 +20,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
-from uma_trio.gateway.dialects.openai.shared import OPENAI
+from uma_trio.gateway.dialects.openai.dialect import OPENAI
 from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.guard import HeaderName

@@ -13,8 +13,8 @@ from starlette.responses import Response
 
 import uma_trio
 from uma_trio.gateway.answer import JSON, json_response
-from uma_trio.gateway.dialects.starling import STARLING
-from uma_trio.gateway.endpoint import Call, Endpoint
+from uma_trio.gateway.dialects.starling.dialect import STARLING
+from uma_trio.gateway.endpoint import Call, Endpoint, dialects_of
 from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.upload import MEDIA_TYPE as FORM
 
@@ -48,8 +48,9 @@ def document(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
         "info": {
             "title": "uma-trio",
             "version": uma_trio.__version__,
-            "description": "docs/HTTP.md explains what all endpoints have in common.",
+            "description": "The page at /docs shows the same for people.",
         },
+        "tags": [{"name": each.name, "description": each.title} for each in dialects_of(endpoints)],
         "paths": paths,
         "components": {
             "schemas": _with_patterns_of_ecma(components),

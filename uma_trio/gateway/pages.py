@@ -14,7 +14,7 @@ from starlette.responses import Response
 from uma_trio.client import Activity, Event
 from uma_trio.gateway.answer import EVENT_STREAM, Renderer, sse
 from uma_trio.gateway.daemon_client import Daemon
-from uma_trio.gateway.dialects.starling import STARLING
+from uma_trio.gateway.dialects.starling.dialect import STARLING
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.protocol.messages import to_fields

@@ -22,8 +22,8 @@ import attrs
 
 import uma_trio
 from uma_trio.config import Config
-from uma_trio.gateway.dialects.contents import MediaPart, ToFetch
 from uma_trio.gateway.errors import HttpError, invalid
+from uma_trio.gateway.media import MediaPart, ToFetch, media_of
 from uma_trio.hub.errors import HubError
 from uma_trio.hub.urls import is_public, parse_url, without_secrets
 from uma_trio.protocol.chat import MAX_PICTURE_BYTES
@@ -92,13 +92,7 @@ class PictureUrls:
         Raises:
             HttpError: pictures are not fetched here, or one cannot be fetched.
         """
-        parts = {
-            f"messages[{n}].content[{i}]": part
-            for n, message in enumerate(fields.get("messages") or ())
-            if isinstance(message, Mapping) and isinstance(message.get("content"), list)
-            for i, part in enumerate(message["content"])
-            if isinstance(part, ToFetch)
-        }
+        parts = {place: part for place, part in media_of(fields.get("messages")) if isinstance(part, ToFetch)}
         if not parts:
             return fields
         if not self.allowed:

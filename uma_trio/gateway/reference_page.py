@@ -9,21 +9,12 @@ from typing import Any, Final
 import anyio
 from starlette.responses import Response
 
-from uma_trio.gateway.dialects.starling import STARLING
+from uma_trio.gateway.dialects.starling.dialect import STARLING
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.openapi import document
 from uma_trio.gateway.pages import HEADERS, MEDIA_TYPES
 
 FOLDER: Final = resources.files("uma_trio.gateway") / "reference"
-
-TITLES: Final = {
-    "openai": "OpenAI",
-    "anthropic": "Anthropic",
-    "ollama": "Ollama",
-    "starling": "uma-trio",
-    "aici": "Controllers",
-}
-"""Headings of the groups of endpoints, by the name of their dialect; others are their names."""
 
 
 def endpoints_of(endpoints: Iterable[Endpoint]) -> tuple[Endpoint, ...]:
@@ -59,6 +50,7 @@ def _render(endpoints: Iterable[Endpoint]) -> bytes:
 def groups_of(api: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """The operations of an OpenAPI document by the title of their dialect, with the fields of what goes in and comes out."""
     schemas = api["components"]["schemas"]
+    titles = {tag["name"]: tag["description"] for tag in api.get("tags", ())}
     groups: dict[str, list[dict[str, Any]]] = {}
     for path, operations in api["paths"].items():
         for method, operation in operations.items():
@@ -79,7 +71,7 @@ def groups_of(api: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
                 ],
             }
             [tag] = operation["tags"]
-            groups.setdefault(TITLES.get(tag, tag), []).append(found)
+            groups.setdefault(titles.get(tag, tag), []).append(found)
     return groups
 
 

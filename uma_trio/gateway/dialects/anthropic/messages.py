@@ -11,6 +11,8 @@ from starlette.responses import Response
 
 from uma_trio.client import Eos
 from uma_trio.gateway.answer import PLACE, PreparedEvent, json_response, sse
+from uma_trio.gateway.dialects.anthropic.chat import Chat, ChatMessages, tool_fields
+from uma_trio.gateway.dialects.anthropic.dialect import ANTHROPIC, error_body
 from uma_trio.gateway.dialects.anthropic.shapes import (
     AnswerMessage,
     MessageEvent,
@@ -18,16 +20,9 @@ from uma_trio.gateway.dialects.anthropic.shapes import (
     OutputDetails,
     TokenCount,
 )
-from uma_trio.gateway.dialects.anthropic.shared import (
-    ANTHROPIC,
-    Chat,
-    ChatMessages,
-    error_body,
-    tool_fields,
-)
-from uma_trio.gateway.dialects.conversation import conversation_fields, without_noise
-from uma_trio.gateway.dialects.fields import fields_of, with_fields_of
-from uma_trio.gateway.dialects.parts import Part, PartRenderer
+from uma_trio.gateway.dialects.common.conversation import conversation_fields, without_noise
+from uma_trio.gateway.dialects.common.fields import fields_of, with_fields_of
+from uma_trio.gateway.dialects.common.parts import Part, PartRenderer
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError
 from uma_trio.protocol.events import Logprobs

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from uma_trio.gateway.dialects.shapes import Object, Shape, Warned
+from uma_trio.gateway.dialects.common.shapes import Object, Shape, Warned
 
 
 class OutputDetails(Shape):

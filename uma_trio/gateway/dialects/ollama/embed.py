@@ -11,8 +11,8 @@ from starlette.responses import Response
 
 from uma_trio.client import Embeddings
 from uma_trio.gateway.answer import encoded_vectors, json_response
+from uma_trio.gateway.dialects.ollama.dialect import OLLAMA, model_name
 from uma_trio.gateway.dialects.ollama.shapes import Embedded, EmbeddedOne
-from uma_trio.gateway.dialects.ollama.shared import OLLAMA, model_name
 from uma_trio.gateway.endpoint import Call
 from uma_trio.protocol.requests import MAX_TEXTS
 

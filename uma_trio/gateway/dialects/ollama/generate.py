@@ -12,24 +12,20 @@ from starlette.responses import Response
 
 from uma_trio.client import Eos, Event, Reasoning, Token
 from uma_trio.gateway.answer import NDJSON, AnswerRenderer, json_line, json_response
-from uma_trio.gateway.dialects.conversation import continues, conversation_fields
-from uma_trio.gateway.dialects.ollama.shapes import AnswerMessage, ChatAnswer, Generated
-from uma_trio.gateway.dialects.ollama.shared import (
-    OLLAMA,
+from uma_trio.gateway.dialects.common.conversation import continues, conversation_fields
+from uma_trio.gateway.dialects.common.logprobs import logprobs_of, probabilities
+from uma_trio.gateway.dialects.common.times import iso_time
+from uma_trio.gateway.dialects.common.tools import Tool, offered_tools
+from uma_trio.gateway.dialects.ollama.dialect import OLLAMA, find_model, model_name, ollama_name
+from uma_trio.gateway.dialects.ollama.messages import (
     Images,
     Message,
     chat_message,
     constraint_of,
-    durations,
-    find_model,
-    iso_time,
-    model_name,
-    ollama_name,
     option_fields,
     with_images,
 )
-from uma_trio.gateway.dialects.openai.tools import Tool, offered_tools
-from uma_trio.gateway.dialects.parts import logprobs_of, probabilities
+from uma_trio.gateway.dialects.ollama.shapes import AnswerMessage, ChatAnswer, Generated
 from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.gateway.guard import is_only_user
@@ -221,6 +217,24 @@ class Lines(AnswerRenderer):
     def fail(self, error: HttpError) -> bytes:
         """An error in the middle of the stream."""
         return json_line(OLLAMA.error_body(error, self._request_id))
+
+
+def durations(eos: Eos) -> dict[str, Any]:
+    """Counts and nanoseconds of the last object of an answer."""
+    timings, usage = eos.timings, eos.usage
+    first_ms = timings.ttft_ms if timings.ttft_ms is not None else timings.total_ms
+    return {
+        "total_duration": _ns(timings.total_ms),
+        "load_duration": 0,
+        "prompt_eval_count": usage.prompt_tokens,
+        "prompt_eval_duration": _ns(max(0.0, first_ms - timings.queue_ms)),
+        "eval_count": usage.completion_tokens,
+        "eval_duration": _ns(max(0.0, timings.total_ms - first_ms)),
+    }
+
+
+def _ns(ms: float) -> int:
+    return round(1e6 * ms)
 
 
 def _calls(eos: Eos) -> Calls:

@@ -21,8 +21,8 @@ from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
 from uma_trio.gateway.answer import NDJSON, Renderer, encode, json_line, json_response
-from uma_trio.gateway.dialects.ollama.shared import OLLAMA, model_name
-from uma_trio.gateway.dialects.shapes import Warned
+from uma_trio.gateway.dialects.common.shapes import Warned
+from uma_trio.gateway.dialects.ollama.dialect import OLLAMA, model_name
 from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.processes.interpreter import package_environment, python_module

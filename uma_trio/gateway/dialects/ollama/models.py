@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from typing import Any, Final
 
@@ -9,23 +10,28 @@ import msgspec
 from starlette.responses import Response
 
 from uma_trio.gateway.answer import json_response
-from uma_trio.gateway.dialects.ollama.shapes import Listed, ModelTags, Shown, Version
-from uma_trio.gateway.dialects.ollama.shared import (
-    API_VERSION,
-    CAPABILITIES,
-    OLLAMA,
-    details_of,
-    digest_of,
-    find_model,
-    iso_time,
-    ollama_name,
-)
+from uma_trio.gateway.dialects.common.times import iso_time
+from uma_trio.gateway.dialects.ollama.dialect import OLLAMA, find_model, ollama_name
+from uma_trio.gateway.dialects.ollama.shapes import Details, Listed, ModelTags, Shown, Version
 from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import invalid
 from uma_trio.protocol.answers import ModelDescription
 
 FOREVER: Final = "2318-01-01T00:00:00Z"
 """When a model that stays loaded is unloaded."""
+
+API_VERSION: Final = "0.12.0"
+"""The version of Ollama's API that is spoken here.  Editors compare it, and some refuse old ones."""
+
+CAPABILITIES: Final = {
+    "completion": "completion",
+    "infill": "insert",
+    "tools": "tools",
+    "reasoning": "thinking",
+    "embedding": "embedding",
+    "vision": "vision",
+}
+"""Capabilities of a model, in Ollama's words."""
 
 
 class ShowRequest(msgspec.Struct):
@@ -62,6 +68,30 @@ async def running(call: Call) -> Response:
         if model.state == "ready"
     ]
     return json_response(ModelTags(models=listed))
+
+
+def digest_of(model: ModelDescription) -> str:
+    """Stands for the hash of a model file, which nobody computes: of what is known about the model."""
+    return hashlib.sha256(f"{model.name} {model.size_bytes} {model.n_parameters}".encode()).hexdigest()
+
+
+def details_of(model: ModelDescription) -> Details:
+    """The ``details`` of a model."""
+    return Details(
+        parent_model="",
+        format="gguf",
+        family=model.architecture,
+        families=[model.architecture],
+        parameter_size=_short_count(model.n_parameters),
+        quantization_level=model.quantization or "unknown",
+    )
+
+
+def _short_count(n: int) -> str:
+    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if n >= size:
+            return f"{n / size:.1f}{letter}"
+    return str(n)
 
 
 def _listed(model: ModelDescription, **more: Any) -> Listed:

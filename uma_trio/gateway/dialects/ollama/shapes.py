@@ -6,7 +6,7 @@ from typing import Literal
 
 from msgspec import UNSET, UnsetType
 
-from uma_trio.gateway.dialects.shapes import Object, Shape, TokenProbability, Warned
+from uma_trio.gateway.dialects.common.shapes import Object, Shape, TokenProbability, Warned
 
 
 class Line(Warned, kw_only=True):

@@ -1,1 +1,1 @@
-"""OpenAI's API: chat, completions, responses, embeddings, models."""
+"""OpenAI's API, with what llama-server and vLLM add to it, and what routers ask."""

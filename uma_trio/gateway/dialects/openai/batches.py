@@ -13,9 +13,9 @@ from starlette.responses import Response
 from uma_trio.gateway.answer import json_response
 from uma_trio.gateway.batches.service import kept, owner_of, page_of, service_of
 from uma_trio.gateway.batches.store import OPEN, Batch, new_id
+from uma_trio.gateway.dialects.openai.dialect import OPENAI
 from uma_trio.gateway.dialects.openai.files import KEPT_S
 from uma_trio.gateway.dialects.openai.shapes import BatchObject, BatchPage, RequestCounts
-from uma_trio.gateway.dialects.openai.shared import OPENAI
 from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import HttpError, invalid
 

@@ -9,10 +9,20 @@ from starlette.responses import Response
 
 from uma_trio.client import Eos, Event, Reasoning, Token, ToolCallDelta
 from uma_trio.gateway.answer import json_response, sse
-from uma_trio.gateway.dialects.conversation import NO_REASONING, conversation_fields, reasoning_kwargs, without_noise
-from uma_trio.gateway.dialects.llama.extras import Extras, describe, head_of, rendered
-from uma_trio.gateway.dialects.openai.chunks import Chunks
+from uma_trio.gateway.dialects.common.conversation import (
+    NO_REASONING,
+    conversation_fields,
+    reasoning_kwargs,
+    without_noise,
+)
+from uma_trio.gateway.dialects.common.logprobs import logprobs_of, probabilities
+from uma_trio.gateway.dialects.common.tools import TOOL_NAMES, Tool
+from uma_trio.gateway.dialects.openai.chunks import Chunks, finish_reason
+from uma_trio.gateway.dialects.openai.dialect import OPENAI
+from uma_trio.gateway.dialects.openai.extras import Extras, describe, head_of, rendered
+from uma_trio.gateway.dialects.openai.messages import Message, chat_messages, template_fields
 from uma_trio.gateway.dialects.openai.resumable import ResumableChunks, last_place
+from uma_trio.gateway.dialects.openai.sampling import Sampling, adapters_of
 from uma_trio.gateway.dialects.openai.shapes import (
     AnswerMessage,
     ChatChoice,
@@ -24,17 +34,7 @@ from uma_trio.gateway.dialects.openai.shapes import (
     InputTokens,
     PromptTokens,
 )
-from uma_trio.gateway.dialects.openai.shared import (
-    OPENAI,
-    Message,
-    Sampling,
-    adapters_of,
-    chat_messages,
-    finish_reason,
-    template_fields,
-)
-from uma_trio.gateway.dialects.openai.tools import TOOL_NAMES, Tool, call_delta, tool_fields, whole_calls
-from uma_trio.gateway.dialects.parts import logprobs_of, probabilities
+from uma_trio.gateway.dialects.openai.tools import call_delta, tool_fields, whole_calls
 from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import invalid
 from uma_trio.protocol.chat import MAX_MESSAGES, MAX_TOOLS
@@ -193,6 +193,7 @@ ENDPOINTS = (
         ChatCompletion,
         event_shape=ChatChunk,
         field_names={**TOOL_NAMES, "answer_id": "Last-Event-ID"},
+        is_batched=True,
     ),
     OPENAI.post("/v1/chat/completions/input_tokens", count_input, ChatRequest, InputTokens, field_names=TOOL_NAMES),
     OPENAI.post("/v1/chat/completions/render", render, ChatRequest, PromptTokens, field_names=TOOL_NAMES),

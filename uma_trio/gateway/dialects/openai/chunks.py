@@ -4,17 +4,55 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import attrs
 from msgspec import UNSET
 
 from uma_trio.client import Eos, Event, PrefillProgress, Reasoning, Token, ToolCallDelta
 from uma_trio.gateway.answer import PLACE, AnswerRenderer, PreparedEvent, sse
-from uma_trio.gateway.dialects.llama.extras import Extras
-from uma_trio.gateway.dialects.openai.shapes import ChatChunk, ChatCompletion, Completion
-from uma_trio.gateway.dialects.openai.shared import error_body, usage_of
+from uma_trio.gateway.dialects.openai.dialect import error_body
+from uma_trio.gateway.dialects.openai.extras import Extras
+from uma_trio.gateway.dialects.openai.shapes import (
+    ChatChunk,
+    ChatCompletion,
+    Completion,
+    CompletionDetails,
+    PromptDetails,
+    Usage,
+)
 from uma_trio.gateway.errors import HttpError
+from uma_trio.protocol.messages import to_fields
+
+FINISH_REASONS: Final = {"cancelled": "stop", "error": "stop"}
+"""Where the protocol's reason has no counterpart in OpenAI's API."""
+
+
+def usage_of(ends: Sequence[Eos], n: int) -> Usage:
+    """The usage of all answers of a request.  A prompt counts once; it has ``n`` answers, which follow each other."""
+    all_of, firsts = [eos.usage for eos in ends], [eos.usage for eos in ends[::n]]
+    prompt, completion = sum(each.prompt_tokens for each in firsts), sum(each.completion_tokens for each in all_of)
+    usage = Usage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=PromptDetails(cached_tokens=sum(each.cached_tokens for each in firsts)),
+    )
+    if any(each.reasoning_tokens is not None for each in all_of):
+        reasoning = sum(each.reasoning_tokens or 0 for each in all_of)
+        usage.completion_tokens_details = CompletionDetails(reasoning_tokens=reasoning)
+    if any(each.energy_j is not None for each in all_of):
+        usage.energy_j = round(sum(each.energy_j or 0.0 for each in all_of), 3)
+    if (explanation := firsts[0].explanation) is not None:
+        usage.explanation = {
+            name: value for name, value in to_fields(explanation).items() if name not in ("event", "id")
+        }
+    return usage
+
+
+def finish_reason(eos: Eos) -> str:
+    """Why an answer ended, in OpenAI's words."""
+    return FINISH_REASONS.get(eos.reason, eos.reason)
 
 
 class Chunks(AnswerRenderer):

@@ -9,12 +9,13 @@ from starlette.responses import Response
 
 from uma_trio.client import Eos, Event, Token
 from uma_trio.gateway.answer import json_response, sse
-from uma_trio.gateway.dialects.llama.extras import Extras, describe, head_of
-from uma_trio.gateway.dialects.llama.tokens import Tokens, Translation
-from uma_trio.gateway.dialects.openai.chunks import Chunks
+from uma_trio.gateway.dialects.common.logprobs import logprobs_of
+from uma_trio.gateway.dialects.openai.chunks import Chunks, finish_reason
+from uma_trio.gateway.dialects.openai.dialect import OPENAI
+from uma_trio.gateway.dialects.openai.extras import Extras, describe, head_of
+from uma_trio.gateway.dialects.openai.prompts import Tokens, Translation
+from uma_trio.gateway.dialects.openai.sampling import Sampling, adapters_of, session_fields
 from uma_trio.gateway.dialects.openai.shapes import Completion, PromptTokens, TextChoice, TextLogprobs
-from uma_trio.gateway.dialects.openai.shared import OPENAI, Sampling, adapters_of, finish_reason, session_fields
-from uma_trio.gateway.dialects.parts import logprobs_of
 from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import invalid
 from uma_trio.protocol.events import Logprob, Logprobs
@@ -160,6 +161,6 @@ class TextChunks(Chunks):
 
 
 ENDPOINTS = (
-    OPENAI.post("/v1/completions", complete, CompletionRequest, Completion, event_shape=Completion),
+    OPENAI.post("/v1/completions", complete, CompletionRequest, Completion, event_shape=Completion, is_batched=True),
     OPENAI.post("/v1/completions/render", render, CompletionRequest, list[PromptTokens]),
 )

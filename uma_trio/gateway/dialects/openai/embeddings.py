@@ -11,9 +11,9 @@ import msgspec
 from starlette.responses import Response
 
 from uma_trio.gateway.answer import encoded_vectors, json_response
-from uma_trio.gateway.dialects.llama.tokens import Translation
+from uma_trio.gateway.dialects.openai.dialect import OPENAI
+from uma_trio.gateway.dialects.openai.prompts import Translation
 from uma_trio.gateway.dialects.openai.shapes import Embedding, EmbeddingList, EmbeddingUsage
-from uma_trio.gateway.dialects.openai.shared import OPENAI
 from uma_trio.gateway.endpoint import Call
 
 MAX_TEXTS: Final = 2048
@@ -61,4 +61,4 @@ def in_base64(vector: Sequence[float]) -> str:
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
 
 
-ENDPOINTS = (OPENAI.post("/v1/embeddings", embed, EmbeddingRequest, EmbeddingList),)
+ENDPOINTS = (OPENAI.post("/v1/embeddings", embed, EmbeddingRequest, EmbeddingList, is_batched=True),)

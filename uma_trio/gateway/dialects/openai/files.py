@@ -21,8 +21,8 @@ from uma_trio.gateway.batches.rows import Contents, RowReader, RowsError
 from uma_trio.gateway.batches.service import kept, owner_of, page_of, service_of, unusable
 from uma_trio.gateway.batches.store import StoredFile, new_id
 from uma_trio.gateway.body import Body
+from uma_trio.gateway.dialects.openai.dialect import OPENAI
 from uma_trio.gateway.dialects.openai.shapes import DeletedFile, File, FilePage
-from uma_trio.gateway.dialects.openai.shared import OPENAI
 from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.gateway.upload import Form, with_body

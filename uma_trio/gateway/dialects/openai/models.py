@@ -1,9 +1,8 @@
-"""``GET /v1/models`` and ``GET /v1/models/NAME`` of OpenAI's API, and of Anthropic's, which has the same paths."""
+"""``GET /v1/models`` and ``GET /v1/models/NAME`` of OpenAI's API, and what loads and unloads models."""
 
 from __future__ import annotations
 
-import datetime
-from typing import Final, Literal
+from typing import Literal
 
 import msgspec
 from msgspec import UNSET
@@ -11,10 +10,8 @@ from starlette.responses import Response
 
 from uma_trio.client import ModelDescription
 from uma_trio.gateway.answer import json_response
-from uma_trio.gateway.dialects.anthropic.shapes import ModelInfo, ModelInfoPage
-from uma_trio.gateway.dialects.anthropic.shared import ANTHROPIC, VERSION_HEADER
+from uma_trio.gateway.dialects.openai.dialect import OPENAI
 from uma_trio.gateway.dialects.openai.shapes import ManagedModel, Model, ModelMeta, ModelPage, ModelStatus
-from uma_trio.gateway.dialects.openai.shared import OPENAI
 from uma_trio.gateway.endpoint import Call
 from uma_trio.protocol.answers import bare_name
 
@@ -23,9 +20,6 @@ async def list_models(call: Call) -> Response:
     """All models that are served, the default one first, and each of them with each of its adapters."""
     models = await call.ask(lambda client: client.models())
     named = [(name, model) for model in models for name in model.names]
-    if call.dialect is ANTHROPIC:
-        data = [_anthropic_model(*each) for each in named]
-        return json_response(ModelInfoPage(data=data, has_more=False, first_id=data[0].id, last_id=data[-1].id))
     return json_response(ModelPage(data=[_model(*each) for each in named]))
 
 
@@ -33,8 +27,7 @@ async def retrieve_model(call: Call) -> Response:
     """One model."""
     name: str = call.request.path_params["name"]
     [model] = await call.ask(lambda client: client.models(model=name))
-    shape = _anthropic_model if call.dialect is ANTHROPIC else _model
-    return json_response(shape(bare_name(name), model))
+    return json_response(_model(bare_name(name), model))
 
 
 def _model(name: str, model: ModelDescription) -> Model:
@@ -59,19 +52,6 @@ def _model(name: str, model: ModelDescription) -> Model:
         ),
         status=ModelStatus(value=state, progress=progress),
         parent=UNSET if name == model.name else model.name,
-    )
-
-
-def _anthropic_model(name: str, model: ModelDescription) -> ModelInfo:
-    """The same in Anthropic's words."""
-    created = datetime.datetime.fromtimestamp(int(model.created_at), datetime.UTC)
-    return ModelInfo(
-        id=name,
-        display_name=name,
-        created_at=created.isoformat().replace("+00:00", "Z"),
-        lifecycle="active",
-        max_input_tokens=model.context_per_request,
-        max_tokens=model.context_per_request,
     )
 
 
@@ -104,11 +84,9 @@ async def _managed(call: Call, action: Literal["load", "unload", "reload"]) -> R
     return json_response(ManagedModel(success=True, model=_model(model.name, model)), warnings=warnings)
 
 
-OTHERS: Final = {VERSION_HEADER: ANTHROPIC}
-
 ENDPOINTS = (
-    OPENAI.get("/v1/models", list_models, ModelPage, ModelInfoPage, dialects=OTHERS),
-    OPENAI.get("/v1/models/{name:path}", retrieve_model, Model, ModelInfo, dialects=OTHERS),
+    OPENAI.get("/v1/models", list_models, ModelPage),
+    OPENAI.get("/v1/models/{name:path}", retrieve_model, Model),
     *(
         OPENAI.post(f"/v1/models/{action}", answer, ModelRequest, ManagedModel, needs_admin=True)
         for action, answer in (("load", load), ("unload", unload), ("reload", reload))

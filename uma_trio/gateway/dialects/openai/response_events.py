@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from typing import Any, Final
+
+import msgspec
 
 from uma_trio.client import Eos, Event, PrefillProgress
 from uma_trio.gateway.answer import sse
-from uma_trio.gateway.dialects.llama.extras import Extras
+from uma_trio.gateway.dialects.common.logprobs import probabilities
+from uma_trio.gateway.dialects.common.parts import Part, PartRenderer
+from uma_trio.gateway.dialects.openai.dialect import error_code
+from uma_trio.gateway.dialects.openai.extras import Extras
 from uma_trio.gateway.dialects.openai.response_items import custom_input, seal
-from uma_trio.gateway.dialects.openai.shared import error_code
-from uma_trio.gateway.dialects.parts import Part, PartRenderer, probabilities
+from uma_trio.gateway.dialects.openai.shapes import ResponseHead, ResponseObject, ResponseStatus
 from uma_trio.gateway.errors import LOST, HttpError
 from uma_trio.protocol.events import Logprobs
-
-Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 ID_PREFIX: Final = {"reasoning": "rs", "text": "msg", "call": "fc"}
 
@@ -22,7 +24,7 @@ class ResponseEvents(PartRenderer):
     """Writes a response as server-sent events.  Each has a number.
 
     Args:
-        head: fields of the response.
+        head: what the response repeats of its request.
         extras: further fields of events.
         custom_tools: names of the tools that take a text in place of arguments.
         seals: whether reasoning comes as ``encrypted_content`` too.
@@ -32,7 +34,7 @@ class ResponseEvents(PartRenderer):
 
     def __init__(
         self,
-        head: dict[str, Any],
+        head: ResponseHead,
         request_id: str,
         extras: Extras,
         *,
@@ -55,7 +57,7 @@ class ResponseEvents(PartRenderer):
 
     def begin(self) -> bytes:
         """The response without its output.  The first events may have been rendered before."""
-        response = {**self.response("in_progress"), "output": [], "usage": None}
+        response = msgspec.structs.replace(self.response("in_progress"), output=[], usage=None)
         names = ("response.created", "response.in_progress")
         return b"".join(
             sse({"type": name, "sequence_number": number, "response": response}, name)
@@ -130,28 +132,28 @@ class ResponseEvents(PartRenderer):
             message += f"; try again in {error.retry_after_ms} ms"
         return self._event("response.failed", response=self.failed(error, message))
 
-    def failed(self, error: HttpError, message: str | None = None) -> dict[str, Any]:
+    def failed(self, error: HttpError, message: str | None = None) -> ResponseObject:
         """The response of an answer that has ended with ``error``."""
         failure = {"code": error_code(error), "message": message or error.message}
-        return {**self.response("failed"), "error": failure}
+        return msgspec.structs.replace(self.response("failed"), error=failure)
 
-    def complete(self, eos: Eos) -> dict[str, Any]:
+    def complete(self, eos: Eos) -> ResponseObject:
         """The response of an answer that has ended."""
         return self.response(_status_of(eos))
 
-    def response(self, status: Status) -> dict[str, Any]:
+    def response(self, status: ResponseStatus) -> ResponseObject:
         """The response with the items that have been written."""
         eos = self.eos
-        return {
-            **self._head,
-            "status": status,
-            "output": [self.item(part, self._status(part)) for part in self.parts],
-            "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "usage": None if eos is None else _usage(eos),
-        }
+        return ResponseObject(
+            **msgspec.structs.asdict(self._head),
+            status=status,
+            output=[self.item(part, self._status(part)) for part in self.parts],
+            error=None,
+            incomplete_details={"reason": "max_output_tokens"} if status == "incomplete" else None,
+            usage=None if eos is None else _usage(eos),
+        )
 
-    def item(self, part: Part, status: Status) -> dict[str, Any]:
+    def item(self, part: Part, status: ResponseStatus) -> dict[str, Any]:
         """One item of the output."""
         fields: dict[str, Any] = {"id": self._id(part), "status": status}
         is_done = status != "in_progress"
@@ -169,7 +171,7 @@ class ResponseEvents(PartRenderer):
                     return {**fields, "type": "custom_tool_call", "input": custom_input(part) if is_done else ""}
                 return {**fields, "type": "function_call", "arguments": part.text}
 
-    def _status(self, part: Part) -> Status:
+    def _status(self, part: Part) -> ResponseStatus:
         """Whether an item was cut: only the last one can be."""
         was_cut = part is self.parts[-1] and self.eos is not None and self.eos.reason == "length"
         return "incomplete" if was_cut or not part.is_complete else "completed"
@@ -192,8 +194,8 @@ class ResponseEvents(PartRenderer):
         return sse({"type": name, "sequence_number": number, **fields}, name)
 
 
-def _status_of(eos: Eos) -> Status:
-    statuses: dict[str, Status] = {"length": "incomplete", "cancelled": "cancelled"}
+def _status_of(eos: Eos) -> ResponseStatus:
+    statuses: dict[str, ResponseStatus] = {"length": "incomplete", "cancelled": "cancelled"}
     return statuses.get(eos.reason, "completed")
 
 

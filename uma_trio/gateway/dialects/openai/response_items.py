@@ -12,9 +12,9 @@ from typing import Any, Final
 
 import msgspec
 
-from uma_trio.gateway.dialects.contents import Picture, content_of, picture_of_url
-from uma_trio.gateway.dialects.openai.shared import arguments_of
-from uma_trio.gateway.dialects.parts import Part
+from uma_trio.gateway.dialects.common.contents import Picture, content_of, picture_of_url
+from uma_trio.gateway.dialects.common.parts import Part
+from uma_trio.gateway.dialects.openai.messages import arguments_of
 from uma_trio.gateway.errors import invalid
 from uma_trio.protocol.json_cost import JsonCost
 

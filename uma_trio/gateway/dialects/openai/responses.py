@@ -10,28 +10,35 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta
 from starlette.responses import Response
 
 from uma_trio.gateway.answer import json_response
-from uma_trio.gateway.dialects.conversation import (
+from uma_trio.gateway.dialects.common.conversation import (
     NO_REASONING,
     conversation_fields,
     reasoning_kwargs,
     session_of,
     without_noise,
 )
-from uma_trio.gateway.dialects.fields import fields_of, names_of, with_fields_of
-from uma_trio.gateway.dialects.llama.extras import Extras
+from uma_trio.gateway.dialects.common.fields import fields_of, names_of, with_fields_of
+from uma_trio.gateway.dialects.common.tools import Function
+from uma_trio.gateway.dialects.common.tools import Tool as ChatTool
 from uma_trio.gateway.dialects.openai.constraints import ResponseFormat, constraint_of_format
+from uma_trio.gateway.dialects.openai.dialect import OPENAI
+from uma_trio.gateway.dialects.openai.extras import Extras
 from uma_trio.gateway.dialects.openai.response_events import ResponseEvents
 from uma_trio.gateway.dialects.openai.response_items import Conversation, Item, has_files
-from uma_trio.gateway.dialects.openai.shapes import InputTokens, PromptTokens, ResponseEvent, ResponseObject
-from uma_trio.gateway.dialects.openai.shared import OPENAI
+from uma_trio.gateway.dialects.openai.shapes import (
+    InputTokens,
+    PromptTokens,
+    ResponseEvent,
+    ResponseHead,
+    ResponseObject,
+)
 from uma_trio.gateway.dialects.openai.stored_responses import EARLIER_NAMES, StoredHead, earlier, fork, new_id, whole
 from uma_trio.gateway.dialects.openai.stored_responses import ENDPOINTS as STORED_ENDPOINTS
-from uma_trio.gateway.dialects.openai.tools import Function, tool_fields
-from uma_trio.gateway.dialects.openai.tools import Tool as ChatTool
+from uma_trio.gateway.dialects.openai.tools import tool_fields
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import invalid
 from uma_trio.protocol.chat import MAX_MESSAGES, MAX_TOOLS
@@ -118,7 +125,7 @@ class ResponsesRequest(Input, kw_only=True):
     session_id: str | None = None
     """The session that this conversation is.  Not of OpenAI's API."""
     prompt_cache_key: str | None = None
-    """Names the client's own session; see ``gateway.dialects.conversation``."""
+    """Names the client's own session; see ``dialects.common.conversation``."""
     return_progress: bool = False
     """llama-server's: report in a stream how far the prefill is."""
     timings_per_token: bool = False
@@ -155,7 +162,7 @@ async def respond(call: Call) -> Response:
         cache_key=request.prompt_cache_key,
     )
     fields = call.for_daemon(**fields, **extras.fields)
-    head = _head(f"resp_{call.id}", request, await _model(call, request), sampling, warnings)
+    head = response_head(f"resp_{call.id}", request, await _model(call, request), sampling, warnings)
     events = ResponseEvents(head, call.id, extras, custom_tools=_custom_tools(request), seals=_seals(request))
     return await call.answers(fields, renderer=events, is_streamed=request.stream)
 
@@ -179,13 +186,10 @@ async def _respond_stored(call: Call, request: ResponsesRequest, warnings: list[
     conversation = Conversation(request.instructions, request.input, () if past is None else past.messages)
     fields, sampling = _fields(call, request, conversation, warnings)
     session = name if past is None or past.session is None else past.session
-    head = _head(name, request, model, sampling, warnings)
-    head |= {
-        "store": True,
-        "background": bool(request.background),
-        "previous_response_id": request.previous_response_id,
-    }
-    head["conversation"] = None if session == name else {"id": session}
+    head = response_head(name, request, model, sampling, warnings)
+    head.store, head.background = True, bool(request.background)
+    head.previous_response_id = request.previous_response_id
+    head.conversation = None if session == name else {"id": session}
     stored = StoredHead(head=head, session=session, custom_tools=sorted(_custom_tools(request)), seals=_seals(request))
     if past is not None and past.fork_of is not None:
         await fork(call, past.fork_of, name, request.model)
@@ -314,36 +318,37 @@ def _chat_format(form: Format) -> ResponseFormat:
     return ResponseFormat(form.type)
 
 
-def _head(
-    name: str, request: ResponsesRequest, model: str, sampling: Mapping[str, Any], warnings: Sequence[str]
-) -> dict[str, Any]:
-    """The fields of a response that its answer does not change."""
+def response_head(
+    name: str, request: ResponsesRequest, model: str, sampling: Mapping[str, Any], warnings: list[str]
+) -> ResponseHead:
+    """The head of a response that is not stored."""
     text = request.text or TextSettings()
     tools = [tool for tool in request.tools or () if tool.type in ("function", "custom")]
-    return {
-        "id": name,
-        "object": "response",
-        "created_at": int(time.time()),
-        "model": model,
-        "instructions": request.instructions,
-        "tools": tools,
-        "tool_choice": request.tool_choice or "auto",
-        "parallel_tool_calls": request.parallel_tool_calls is not False,
-        "max_output_tokens": sampling.get("max_tokens"),
-        "temperature": sampling.get("temperature"),
-        "top_p": sampling.get("top_p"),
-        "top_logprobs": request.top_logprobs,
-        "reasoning": request.reasoning or ReasoningSettings(),
-        "text": {"format": text.format or {"type": "text"}, "verbosity": text.verbosity},
-        "metadata": request.metadata or {},
-        "prompt_cache_key": request.prompt_cache_key,
-        "truncation": "disabled",
-        "store": False,
-        "background": False,
-        "previous_response_id": None,
-        "conversation": None,
-        **({"warnings": warnings} if warnings else {}),
-    }
+    shown = msgspec.to_builtins
+    return ResponseHead(
+        id=name,
+        object="response",
+        created_at=int(time.time()),
+        model=model,
+        instructions=request.instructions,
+        tools=shown(tools),
+        tool_choice=request.tool_choice or "auto",
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        max_output_tokens=sampling.get("max_tokens"),
+        temperature=sampling.get("temperature"),
+        top_p=sampling.get("top_p"),
+        top_logprobs=request.top_logprobs,
+        reasoning=shown(request.reasoning or ReasoningSettings()),
+        text={"format": shown(text.format) or {"type": "text"}, "verbosity": text.verbosity},
+        metadata=request.metadata or {},
+        prompt_cache_key=request.prompt_cache_key,
+        truncation="disabled",
+        store=False,
+        background=False,
+        previous_response_id=None,
+        conversation=None,
+        warnings=warnings or UNSET,
+    )
 
 
 ENDPOINTS: Final[Sequence[Endpoint]] = (
@@ -354,6 +359,7 @@ ENDPOINTS: Final[Sequence[Endpoint]] = (
         ResponseObject,
         event_shape=ResponseEvent,
         field_names={**names_of("responses"), **EARLIER_NAMES},
+        is_batched=True,
     ),
     OPENAI.post("/v1/responses/input_tokens", count_input, Input, InputTokens, field_names=EARLIER_NAMES),
     OPENAI.post("/v1/responses/render", render, Input, PromptTokens, field_names=EARLIER_NAMES),

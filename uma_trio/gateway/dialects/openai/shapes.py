@@ -8,8 +8,8 @@ from typing import Literal, Self
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from uma_trio.gateway.dialects.llama.shapes import LlamaAnswer
-from uma_trio.gateway.dialects.shapes import Object, Shape, TokenProbability, Warned
+from uma_trio.gateway.dialects.common.shapes import Object, Shape, TokenProbability, Warned
+from uma_trio.gateway.dialects.openai.llama_shapes import LlamaAnswer
 from uma_trio.protocol import usage as of_daemon
 
 # -- usage and log probabilities ------------------------------------------------------------------------
@@ -262,18 +262,16 @@ class ModelPage(Shape, tag_field="object", tag="list"):
 # -- responses ------------------------------------------------------------------------------------------
 
 
-class ResponseObject(Warned):
-    """A response with its items."""
+ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+
+
+class ResponseHead(Warned):
+    """What a response repeats of its request.  Its answer does not change it."""
 
     id: str
     object: Literal["response"]
     created_at: int
     model: str
-    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
-    output: list[Object]
-    error: Object | None
-    incomplete_details: Object | None
-    usage: Object | None
     instructions: str | None
     tools: list[Object]
     tool_choice: str | Object
@@ -291,6 +289,16 @@ class ResponseObject(Warned):
     background: bool
     previous_response_id: str | None
     conversation: Object | None
+
+
+class ResponseObject(ResponseHead):
+    """A response with its items."""
+
+    status: ResponseStatus
+    output: list[Object]
+    error: Object | None
+    incomplete_details: Object | None
+    usage: Object | None
 
 
 class DeletedObject(msgspec.Struct):

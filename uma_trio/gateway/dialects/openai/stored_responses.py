@@ -19,15 +19,16 @@ from starlette.responses import Response
 from uma_trio.client import AnswerInfo, Event, Transcript
 from uma_trio.errors import AnswerNotFound, SessionBusy, SessionNotFound
 from uma_trio.gateway.answer import json_response
-from uma_trio.gateway.dialects.llama.extras import Extras
+from uma_trio.gateway.dialects.openai.dialect import OPENAI
+from uma_trio.gateway.dialects.openai.extras import Extras
 from uma_trio.gateway.dialects.openai.response_events import ResponseEvents
 from uma_trio.gateway.dialects.openai.shapes import (
     ConversationObject,
     DeletedObject,
     ResponseEvent,
+    ResponseHead,
     ResponseObject,
 )
-from uma_trio.gateway.dialects.openai.shared import OPENAI
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import LOST, HttpError, invalid
 from uma_trio.protocol.chat import message_fields
@@ -38,7 +39,6 @@ Messages = list[dict[str, Any]]
 ENDED: Final = ("completed", "cancelled")
 """States of answers that have a turn in their session, if they have a token."""
 
-
 EARLIER_NAMES: Final = {"answer_id": "previous_response_id"}
 """What the field of an earlier answer is called in requests that continue it."""
 
@@ -46,8 +46,7 @@ EARLIER_NAMES: Final = {"answer_id": "previous_response_id"}
 class StoredHead(msgspec.Struct, kw_only=True):
     """What the gateway needs to write a response again."""
 
-    head: dict[str, Any]
-    """Fields of the response that its answer does not change."""
+    head: ResponseHead
     session: str
     """Where its turn is."""
     custom_tools: list[str]
@@ -56,8 +55,7 @@ class StoredHead(msgspec.Struct, kw_only=True):
 
     @property
     def id(self) -> str:
-        found: str = self.head["id"]
-        return found
+        return self.head.id
 
     def encode(self) -> str:
         """The head as ``client_state`` of the daemon's answer."""
@@ -130,11 +128,11 @@ async def _after_response(call: Call, previous: str, model: str | None) -> Earli
             f"the response {previous!r} is a part of the conversation {stored.session!r}: name that as conversation",
             parameter="previous_response_id",
         )
-    own = stored.head["model"]
+    own = stored.head.model
     found = await _transcript(call, previous, own)
     if found is None:
         raise _missing(previous, "previous_response_id")
-    messages, instructions = _messages(found), stored.head["instructions"]
+    messages, instructions = _messages(found), stored.head.instructions
     if instructions and messages and messages[0] == {"role": "system", "content": instructions}:
         del messages[0]
     return Earlier(messages, fork_of=previous if model in (None, own) else None)
@@ -205,7 +203,7 @@ def _number(text: str | None) -> int:
     return int(text)
 
 
-async def written(call: Call, info: AnswerInfo, stored: StoredHead) -> dict[str, Any]:
+async def written(call: Call, info: AnswerInfo, stored: StoredHead) -> ResponseObject:
     """A stored response as JSON; without its output as long as that grows."""
     events = stored.events()
     if info.state in ("queued", "running"):
@@ -218,7 +216,7 @@ async def written(call: Call, info: AnswerInfo, stored: StoredHead) -> dict[str,
         return events.failed(error)
 
 
-async def whole(batches: AsyncIterator[list[Event]], events: ResponseEvents) -> dict[str, Any]:
+async def whole(batches: AsyncIterator[list[Event]], events: ResponseEvents) -> ResponseObject:
     """The response of these events, which are not streamed."""
     async with aclosing(batches) as found:  # type: ignore[type-var]
         async for batch in found:
@@ -241,7 +239,7 @@ async def delete(call: Call) -> Response:
     _, stored = await _find(call, call.request.path_params["id"])
     await call.ask(lambda client: client.answers("delete", answer_id=stored.id), counts=True)
     if stored.session == stored.id:
-        await _close(call, stored.id, stored.head["model"])
+        await _close(call, stored.id, stored.head.model)
     return json_response(DeletedObject(id=stored.id, object="response", deleted=True))
 
 

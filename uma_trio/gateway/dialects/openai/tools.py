@@ -1,4 +1,4 @@
-"""Tools in OpenAI's API: what a request offers, what the model must call, and the calls of an answer."""
+"""Tools in OpenAI's API: which of them the model may or must call, and the calls of an answer."""
 
 from __future__ import annotations
 
@@ -8,35 +8,11 @@ from typing import Any, Final
 import msgspec
 
 from uma_trio.client import ToolCall, ToolCallDelta
+from uma_trio.gateway.dialects.common.tools import Tool, offered_tools
 from uma_trio.gateway.dialects.openai.shapes import Call, CallDelta, CalledFunction, FunctionDelta
 from uma_trio.gateway.errors import invalid
 
-TOOL_NAMES: Final = {
-    "tools[].name": "tools[].function.name",
-    "tools[].description": "tools[].function.description",
-    "tools[].parameters": "tools[].function.parameters",
-}
-"""Where the tools of the socket protocol come from."""
-
 CHOICES: Final = "'auto', 'none', 'required', or {'type': 'function', 'function': {'name': ...}}"
-
-
-class Function(msgspec.Struct):
-    """A function that the client offers to the model."""
-
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    """JSON schema of the arguments."""
-    strict: bool | None = None
-    """Has no effect."""
-
-
-class Tool(msgspec.Struct):
-    """A tool of a request.  Only functions are supported; others are skipped."""
-
-    type: str = "function"
-    function: Function | None = None
 
 
 def tool_fields(
@@ -55,24 +31,6 @@ def tool_fields(
     elif choice not in (None, "auto", "none", "required"):
         raise invalid(f"tool_choice must be {CHOICES}", parameter="tool_choice")
     return {"tools": offered or None, "tool_choice": choice}
-
-
-def offered_tools(tools: Sequence[Tool], warnings: list[str]) -> list[dict[str, Any]]:
-    """Tools of the socket protocol; adds a warning for each that is skipped."""
-    found = []
-    for index, tool in enumerate(tools):
-        if tool.type != "function" or tool.function is None:
-            warnings.append(f"tools[{index}] was skipped: only functions are supported, and it is {tool.type!r}")
-            continue
-        function = tool.function
-        found.append(
-            {
-                "name": function.name,
-                "description": function.description or "",
-                "parameters": function.parameters or {},
-            }
-        )
-    return found
 
 
 def _choice(choice: dict[str, Any]) -> tuple[frozenset[str] | None, str | dict[str, str]]:

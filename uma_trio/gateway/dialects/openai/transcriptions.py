@@ -10,9 +10,9 @@ from starlette.responses import PlainTextResponse, Response
 
 from uma_trio.gateway.answer import json_response
 from uma_trio.gateway.body import Body
-from uma_trio.gateway.dialects.contents import Picture, content_of
+from uma_trio.gateway.dialects.common.contents import Picture, content_of
+from uma_trio.gateway.dialects.openai.dialect import OPENAI
 from uma_trio.gateway.dialects.openai.shapes import Transcription, TranscriptionUsage
-from uma_trio.gateway.dialects.openai.shared import OPENAI
 from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.upload import Arriving, Form, with_body
 
@@ -22,6 +22,8 @@ IN_LANGUAGE: Final = "Transcribe this audio, which is in the language {language}
 
 MAX_ARRIVING: Final = 8
 """Files that arrive at a time, from all clients: they are in memory."""
+
+ARRIVING: Final = Arriving(MAX_ARRIVING, "files of sound")
 
 
 class TranscriptionForm(msgspec.Struct, kw_only=True):
@@ -50,8 +52,7 @@ async def _transcribed(call: Call, body: Body) -> Response:
         data.extend(part)
 
     form = Form(write, call.config.http.max_body_bytes * 3 // 4, "http_max_body_bytes")
-    arriving: Arriving = call.request.app.state.sounds
-    with arriving.one():
+    with ARRIVING.one():
         await form.receive(body.parts(), call.request.headers.get("content-type", ""))
     wanted, warnings = form.fields_as(TranscriptionForm)
     question = IN_LANGUAGE.format(language=wanted.language) if wanted.language else QUESTION

@@ -15,7 +15,7 @@ import msgspec
 
 from uma_trio.client import Eos, Event, PrefillProgress, Reasoning, Token, ToolCallDelta
 from uma_trio.gateway.answer import AnswerRenderer
-from uma_trio.gateway.dialects.shapes import Probability, TokenProbability
+from uma_trio.gateway.dialects.common.logprobs import logprobs_of
 from uma_trio.protocol.events import Logprobs
 
 
@@ -153,31 +153,3 @@ class PartRenderer(AnswerRenderer):
     @abstractmethod
     def complete(self, eos: Eos) -> object:
         """All of the answer, whose ``parts`` are known."""
-
-
-def logprobs_of(event: Token | Reasoning) -> Logprobs | None:
-    """The log probabilities of one token, if the request asked for them."""
-    if event.token_id is None or event.logprob is None:
-        return None
-    return Logprobs(
-        token_id=event.token_id,
-        text=event.text,
-        bytes=event.bytes or [],
-        logprob=event.logprob,
-        top_logprobs=event.top_logprobs or [],
-    )
-
-
-def probabilities(found: Sequence[Logprobs]) -> list[TokenProbability]:
-    """Log probabilities as the APIs of OpenAI and Ollama have them."""
-    return [
-        TokenProbability(
-            token=each.text,
-            logprob=each.logprob,
-            bytes=each.bytes,
-            top_logprobs=[
-                Probability(token=top.text, logprob=top.logprob, bytes=top.bytes) for top in each.top_logprobs
-            ],
-        )
-        for each in found
-    ]

@@ -10,7 +10,7 @@ import msgspec
 from starlette.responses import Response
 
 from uma_trio.gateway.answer import JSON
-from uma_trio.gateway.dialects.starling import STARLING
+from uma_trio.gateway.dialects.starling.dialect import STARLING
 from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.gateway.guard import draining

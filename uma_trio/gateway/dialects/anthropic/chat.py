@@ -1,4 +1,4 @@
-"""What the endpoints of Anthropic's API share: errors, messages, tools.
+"""Chats of Anthropic's API in the socket protocol: messages and tools.
 
 Source: the Anthropic API reference, and the types of Anthropic's Python client.
 """
@@ -10,26 +10,10 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from uma_trio.errors import ContextTooSmall, PromptTooLarge
-from uma_trio.gateway.dialects.contents import Picture, content_of, picture_of_url
-from uma_trio.gateway.dialects.conversation import reasoning_kwargs
-from uma_trio.gateway.dialects.fields import names_of
-from uma_trio.gateway.endpoint import Dialect
-from uma_trio.gateway.errors import HttpError, invalid
+from uma_trio.gateway.dialects.common.contents import Picture, content_of, picture_of_url
+from uma_trio.gateway.dialects.common.conversation import reasoning_kwargs
+from uma_trio.gateway.errors import invalid
 from uma_trio.protocol.chat import MAX_MESSAGES, MAX_TOOLS
-
-VERSION_HEADER: Final = "anthropic-version"
-"""All clients of Anthropic's API send it.  Where two APIs have the same path, it says which one is meant."""
-
-ERROR_TYPES: Final = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
 
 PARAGRAPH: Final = "\n\n"
 """Between the text blocks of a message."""
@@ -39,38 +23,6 @@ CUSTOM: Final = (None, "custom")
 
 OF_OTHER_SERVERS: Final = ("redacted_thinking", "server_tool_use")
 """Blocks of an earlier answer that only the server that made them can read."""
-
-
-TOO_LONG: Final = (PromptTooLarge.code, ContextTooSmall.code)
-"""Clients that summarise a chat which has become too long look for these words of Anthropic's API."""
-
-
-FIELD_NAMES: Final = {
-    **names_of("anthropic"),
-    "constraint": ("output_config", "output_format"),
-    "constraint.json_schema": ("output_config", "output_format"),
-    "chat_template_kwargs": ("thinking", "output_config"),
-    "reasoning_budget": "thinking.budget_tokens",
-    "tools[].parameters": "tools[].input_schema",
-}
-"""What fields of the socket protocol are called in Anthropic's API."""
-
-
-def error_body(error: HttpError, request_id: str) -> dict[str, Any]:
-    """The body of an error response, and the data of an error in a stream."""
-    kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    place = error.parameter
-    message = error.message if place is None or place in error.message else f"{place}: {error.message}"
-    if error.code in TOO_LONG:
-        message = f"prompt is too long: {message.removeprefix('messages: ')}"
-    return {
-        "type": "error",
-        "error": {"type": kind, "message": message, "code": error.code},
-        "request_id": request_id,
-    }
-
-
-ANTHROPIC: Final = Dialect("anthropic", error_body, FIELD_NAMES)
 
 
 class Block(msgspec.Struct, kw_only=True):

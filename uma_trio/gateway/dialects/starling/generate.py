@@ -1,6 +1,5 @@
-"""Starling's API, the gateway's own: the socket protocol over HTTP, field for field.
+"""``POST /v1/generate``, ``POST /v1/tokenize``, and what begins with ``/v1/requests``.
 
-``POST /v1/generate``, ``POST /v1/tokenize`` and what begins with ``/v1/requests``; ``starling_sessions`` has the rest.
 Their fields and events are those of docs/PROTOCOL-REFERENCE.md, and the daemon checks them.
 """
 
@@ -15,19 +14,11 @@ from msgspec import UNSET
 from starlette.responses import Response
 
 from uma_trio.client import FIELDS, Eos, Event, UnknownEvent
-from uma_trio.gateway.answer import (
-    COMMENT,
-    EVENT_STREAM,
-    JSON,
-    NDJSON,
-    AnswerRenderer,
-    json_line,
-    json_response,
-    sse,
-)
-from uma_trio.gateway.dialects.starling_shapes import Answer, ExplainedPrompt, SteeredAnswer, Tokenized
-from uma_trio.gateway.dialects.starling_shapes import Event as StarlingEvent
-from uma_trio.gateway.endpoint import Call, Dialect, without_effect
+from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, JSON, NDJSON, AnswerRenderer, json_line, json_response, sse
+from uma_trio.gateway.dialects.starling.dialect import STARLING, error_body
+from uma_trio.gateway.dialects.starling.shapes import Answer, ExplainedPrompt, SteeredAnswer, Tokenized
+from uma_trio.gateway.dialects.starling.shapes import Event as StarlingEvent
+from uma_trio.gateway.endpoint import Call, without_effect
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.protocol.messages import to_fields
 from uma_trio.protocol.queries import SteerQuery
@@ -49,14 +40,6 @@ OF_THE_CONNECTION: Final = frozenset(
 
 OF_THE_PATH: Final = OF_THE_CONNECTION | {"request_id"}
 """Fields of a steer query that the gateway sets itself."""
-
-
-def _error_body(error: HttpError, request_id: str) -> dict[str, Any]:
-    body = {"code": error.code, "message": error.message, "request_id": request_id}
-    return {"error": {**body, "retry_after_ms": error.retry_after_ms} if error.retry_after_ms is not None else body}
-
-
-STARLING: Final = Dialect("starling", _error_body)
 
 
 async def generate(call: Call) -> Response:
@@ -145,7 +128,7 @@ class Events(AnswerRenderer):
 
     def fail(self, error: HttpError) -> bytes:
         """An error after the beginning."""
-        return self.written({"event": "error", **_error_body(error, self._request_id)["error"]})
+        return self.written({"event": "error", **error_body(error, self._request_id)["error"]})
 
     def whole(self, ends: Sequence[Eos]) -> object:
         """The fields of the last event; of several answers, a list of these."""

@@ -18,10 +18,12 @@ from starlette.responses import Response
 
 from uma_trio.client import TokenList
 from uma_trio.gateway.answer import encoded_items, json_response
-from uma_trio.gateway.dialects.conversation import without_noise
-from uma_trio.gateway.dialects.openai.shared import OPENAI, Message, chat_messages, template_fields
-from uma_trio.gateway.dialects.openai.tools import TOOL_NAMES, Tool, tool_fields
-from uma_trio.gateway.dialects.shapes import Shape, Warned
+from uma_trio.gateway.dialects.common.conversation import without_noise
+from uma_trio.gateway.dialects.common.shapes import Shape, Warned
+from uma_trio.gateway.dialects.common.tools import TOOL_NAMES, Tool
+from uma_trio.gateway.dialects.openai.dialect import OPENAI
+from uma_trio.gateway.dialects.openai.messages import Message, chat_messages, template_fields
+from uma_trio.gateway.dialects.openai.tools import tool_fields
 from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.gateway.guard import draining

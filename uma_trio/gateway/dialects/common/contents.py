@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 import attrs
 import msgspec
 
 from uma_trio.gateway.errors import invalid
+from uma_trio.gateway.media import MediaPart, ToFetch
 from uma_trio.protocol.passed_files import LEAST_BYTES
 
 SEEING_ROLES: Final = ("user", "tool", "function")
@@ -49,37 +50,6 @@ def picture_of_url(url: str, parameter: str) -> Picture:
         "this is no data URL, and none of http or https: send the file itself, as data:image/png;base64,...",
         parameter=parameter,
     )
-
-
-class MediaPart(dict[str, Any]):
-    """A part of a content that is a picture or sound.
-
-    Args:
-        parameter: the field of the body that it comes from.
-    """
-
-    def __init__(self, parameter: str, **fields: Any) -> None:
-        super().__init__(**fields)
-        self.parameter = parameter
-
-
-def names_of_media(messages: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """For each picture or sound of a request for the daemon, the field of the body that it comes from."""
-    found: dict[str, str] = {}
-    for n, message in enumerate(messages):
-        content = message.get("content") if isinstance(message, Mapping) else None
-        for i, part in enumerate(content if isinstance(content, list) else ()):
-            if isinstance(part, MediaPart):
-                place = f"messages[{n}].content[{i}]"
-                found |= {place: part.parameter, f"{place}.data": part.parameter}
-    return found
-
-
-class ToFetch(MediaPart):
-    """A part of a content whose file the gateway still has to fetch.
-
-    The type says so, and not a key: a client can send any key.
-    """
 
 
 def content_of(parts: Sequence[str | Picture], between: str) -> str | list[dict[str, Any]]:

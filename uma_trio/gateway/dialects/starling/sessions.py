@@ -16,9 +16,10 @@ from starlette.responses import Response
 
 from uma_trio.errors import AnswerNotFound, SessionBusy
 from uma_trio.gateway.answer import json_response
-from uma_trio.gateway.dialects.starling import OF_THE_CONNECTION, STARLING, Events, read_request
-from uma_trio.gateway.dialects.starling_shapes import Closed, OneSession, SessionContent, SessionPage, Stopped
-from uma_trio.gateway.dialects.starling_shapes import Event as StarlingEvent
+from uma_trio.gateway.dialects.starling.dialect import STARLING
+from uma_trio.gateway.dialects.starling.generate import OF_THE_CONNECTION, Events, read_request
+from uma_trio.gateway.dialects.starling.shapes import Closed, OneSession, SessionContent, SessionPage, Stopped
+from uma_trio.gateway.dialects.starling.shapes import Event as StarlingEvent
 from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import LOST, HttpError, invalid
 from uma_trio.protocol.answers import AnswerInfo, SessionInfo

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from uma_trio.gateway.dialects.shapes import Object, Shape
+from uma_trio.gateway.dialects.common.shapes import Object, Shape
 
 StopType = Literal["none", "eos", "limit", "word"]
 

@@ -9,7 +9,7 @@ import attrs
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from uma_trio.gateway.dialects.shapes import Object, Warned
+from uma_trio.gateway.dialects.common.shapes import Object, Warned
 from uma_trio.protocol.answers import SessionInfo, Steered
 from uma_trio.protocol.chat import ChatMessage
 from uma_trio.protocol.events import Eos

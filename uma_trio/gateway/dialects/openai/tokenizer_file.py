@@ -16,7 +16,7 @@ from starlette.responses import Response
 from uma_trio.client import ModelDescription
 from uma_trio.errors import InternalError
 from uma_trio.gateway.answer import JSON
-from uma_trio.gateway.dialects.openai.shared import OPENAI
+from uma_trio.gateway.dialects.openai.dialect import OPENAI
 from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.request_logger import log

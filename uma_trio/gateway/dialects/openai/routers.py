@@ -15,8 +15,8 @@ from starlette.responses import Response
 import uma_trio
 from uma_trio.client import ModelDescription
 from uma_trio.gateway.answer import json_response
-from uma_trio.gateway.dialects.openai.shared import OPENAI
-from uma_trio.gateway.dialects.shapes import Shape
+from uma_trio.gateway.dialects.common.shapes import Shape
+from uma_trio.gateway.dialects.openai.dialect import OPENAI
 from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.metrics import by_model
 from uma_trio.gateway.metrics_compat import Snapshot

@@ -1,4 +1,4 @@
-"""llama-server's own API, which is older than its OpenAI-compatible one, and its paths without ``/v1``.
+"""llama-server's own API, which is older than its OpenAI-compatible one.
 
 Source: the README of llama.cpp's server.
 """
@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-import attrs
 import msgspec
 from msgspec import Meta
 from starlette.responses import Response
 
 from uma_trio.client import Eos, Event, PrefillProgress, Token
 from uma_trio.gateway.answer import AnswerRenderer, json_response, sse
-from uma_trio.gateway.dialects.llama.extras import (
+from uma_trio.gateway.dialects.common.logprobs import logprobs_of
+from uma_trio.gateway.dialects.openai.completions import MAX_PROMPTS
+from uma_trio.gateway.dialects.openai.dialect import OPENAI, error_body
+from uma_trio.gateway.dialects.openai.extras import (
     Description,
     Extras,
     describe,
@@ -23,20 +25,9 @@ from uma_trio.gateway.dialects.llama.extras import (
     generation_settings,
     probabilities_of,
 )
-from uma_trio.gateway.dialects.llama.shapes import LlamaAnswer, LoraAdapter, Props, SlotInfo
-from uma_trio.gateway.dialects.llama.tokens import Translation, is_several
-from uma_trio.gateway.dialects.openai import chat as openai_chat
-from uma_trio.gateway.dialects.openai import models as openai_models
-from uma_trio.gateway.dialects.openai import responses as openai_responses
-from uma_trio.gateway.dialects.openai.completions import MAX_PROMPTS
-from uma_trio.gateway.dialects.openai.shared import (
-    OPENAI,
-    Sampling,
-    adapters_of,
-    error_body,
-    session_fields,
-)
-from uma_trio.gateway.dialects.parts import logprobs_of
+from uma_trio.gateway.dialects.openai.llama_shapes import LlamaAnswer, LoraAdapter, Props, SlotInfo
+from uma_trio.gateway.dialects.openai.prompts import Translation, is_several
+from uma_trio.gateway.dialects.openai.sampling import Sampling, adapters_of, session_fields
 from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import HttpError
 from uma_trio.protocol.requests import MAX_INFILL_FILES
@@ -278,10 +269,6 @@ ENDPOINTS = (
         LlamaAnswer,
         event_shape=LlamaAnswer,
         field_names={"infill": "input_prefix"},
-    ),
-    *(
-        attrs.evolve(endpoint, path=endpoint.path.removeprefix("/v1"))
-        for endpoint in (*openai_chat.ENDPOINTS, *openai_models.ENDPOINTS, *openai_responses.ENDPOINTS)
     ),
     OPENAI.get("/lora-adapters", lora_adapters, list[LoraAdapter]),
     OPENAI.get("/props", props, Props),

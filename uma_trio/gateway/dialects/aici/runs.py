@@ -1,8 +1,4 @@
-"""AICI's API over HTTP: ``/v1/controllers``, ``/v1/controllers/tags`` and ``POST /v1/run``.
-
-Source: docs/REST.md of microsoft/aici.  Its servers take the user's name and role from headers of a proxy; here both come
-from the API key.
-"""
+"""Runs of a controller, or of a plain prompt: ``POST /v1/run``."""
 
 from __future__ import annotations
 
@@ -10,34 +6,20 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import attrs
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
-from uma_trio.client import (
-    AnswerTree,
-    Backtrack,
-    ControllerOutput,
-    Controllers,
-    ControllerTag,
-    Eos,
-    Event,
-    Failure,
-    Fork,
-    PrefillProgress,
-    Token,
-)
-from uma_trio.gateway.answer import Renderer, json_response, sse
-from uma_trio.gateway.dialects.shapes import Object, Shape, Warned
-from uma_trio.gateway.endpoint import UNKNOWN_PRINCIPAL, Call, Dialect
+from uma_trio.client import AnswerTree, Backtrack, ControllerOutput, Eos, Event, Failure, Fork, PrefillProgress, Token
+from uma_trio.gateway.answer import Renderer, sse
+from uma_trio.gateway.dialects.aici.dialect import AICI
+from uma_trio.gateway.dialects.common.shapes import Object
+from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import HttpError, invalid
-from uma_trio.gateway.guard import is_admin
-from uma_trio.protocol.controllers import MAX_TAGS, ModuleId, StorageWrite
-
-AICI: Final = Dialect("aici", lambda error, _: f"APIError: {error.message}")
+from uma_trio.protocol.controllers import StorageWrite
 
 NO_CONTROLLER: Final = "none"
 """The controller of a run that continues ``controller_arg`` as a prompt."""
@@ -50,124 +32,12 @@ DONE: Final = b"data: [DONE]\n\n"
 FINISH_REASONS: Final = {"stop": "aici-stop", "length": "length", "deadlock": "deadlock", "cancelled": "abort"}
 
 
-# -- controllers --------------------------------------------------------------------------------------
-
-
-class Uploaded(Shape):
-    """A controller that was stored."""
-
-    module_id: str | None
-    wasm_size: int | None
-    compiled_size: int | None
-    time: int
-
-
-class TagList(Warned):
-    """Names of controllers."""
-
-    tags: list[Object]
-
-
-class ControllerList(Shape):
-    """Controllers that are stored."""
-
-    controllers: list[Object]
-
-
-class Deleted(Shape):
-    """Controllers and names that are gone."""
-
-    deleted: list[str]
-
-
 class RunEvent(msgspec.Struct):
     """An event of a run.  The last one is the text ``[DONE]``."""
 
     object: str
     forks: list[Object] | UnsetType = UNSET
     usage: Object | UnsetType = UNSET
-
-
-async def upload(call: Call) -> Response:
-    """Store a controller, a Wasm module, whose bytes are the body of the request."""
-    wasm = await call.request.body()
-    if not wasm:
-        raise invalid("the body must be a Wasm module")
-    found: Controllers = await call.ask(
-        lambda client: client.upload_controller(wasm, **_on_behalf(call)),
-        counts=True,
-    )
-    return json_response(
-        Uploaded(
-            module_id=found.module_id,
-            wasm_size=found.wasm_size,
-            compiled_size=found.compiled_size,
-            time=round(found.time_ms or 0),
-        )
-    )
-
-
-async def list_tags(call: Call) -> Response:
-    """The tags that the client can run, the most recently changed first."""
-    tags = await call.ask(lambda client: client.controller_tags(**_on_behalf(call)), counts=True)
-    return json_response(TagList(tags=[*map(_tag, tags)]))
-
-
-class TagRequest(msgspec.Struct):
-    """Names for a controller."""
-
-    module_id: ModuleId
-    tags: Annotated[list[str], Meta(min_length=1, max_length=MAX_TAGS)]
-
-
-async def set_tags(call: Call) -> Response:
-    """Give a controller names: for the client, and if it is an administrator, for everybody."""
-    request, warnings = await call.read(TagRequest)
-    tags = await call.ask(
-        lambda client: client.tag_controller(request.module_id, request.tags, **_on_behalf(call)),
-        counts=True,
-    )
-    return json_response(TagList(tags=[*map(_tag, tags)]), warnings=warnings)
-
-
-async def list_modules(call: Call) -> Response:
-    """The client's controllers, also those without a tag; for an administrator all, or those of ``owner``."""
-    owner = call.request.query_params.get("owner")
-    modules = await call.ask(lambda client: client.controller_modules(owner=owner, **_on_behalf(call)), counts=True)
-    return json_response(
-        ControllerList(controllers=[{**attrs.asdict(each), "used_at": round(each.used_at)} for each in modules])
-    )
-
-
-async def delete_module(call: Call) -> Response:
-    """Delete a controller and its tags."""
-    module_id = call.request.path_params["module_id"]
-    return await _deleted(call, module_id=module_id)
-
-
-async def delete_tag(call: Call) -> Response:
-    """Delete a name of a controller."""
-    return await _deleted(call, tags=[call.request.path_params["tag"]])
-
-
-async def _deleted(call: Call, **names: Any) -> Response:
-    names |= {"owner": call.request.query_params.get("owner"), **_on_behalf(call)}
-    deleted = await call.ask(lambda client: client.delete_controller(**names), counts=True)
-    return json_response(Deleted(deleted=deleted))
-
-
-def _on_behalf(call: Call) -> dict[str, Any]:
-    """The fields of a query that say who asks."""
-    if (principal := call.daemon.principal) is not None:
-        return {"principal": principal, "principal_is_admin": is_admin(call.request.scope)}
-    return {"principal": UNKNOWN_PRINCIPAL} if call.is_unknown else {}
-
-
-def _tag(tag: ControllerTag) -> dict[str, Any]:
-    return {**attrs.asdict(tag), "updated_at": round(tag.updated_at)}
-
-
-# -- runs ---------------------------------------------------------------------------------------------
 
 
 class RunRequest(msgspec.Struct):
@@ -327,12 +197,4 @@ def _write_var(write: StorageWrite) -> dict[str, Any]:
     }
 
 
-ENDPOINTS = (
-    AICI.post("/v1/controllers", upload, None, Uploaded, raw_body="application/wasm"),
-    AICI.get("/v1/controllers", list_modules, ControllerList),
-    AICI.get("/v1/controllers/tags", list_tags, TagList),
-    AICI.post("/v1/controllers/tags", set_tags, TagRequest, TagList),
-    AICI.delete("/v1/controllers/{module_id}", delete_module, Deleted),
-    AICI.delete("/v1/controllers/tags/{tag}", delete_tag, Deleted),
-    AICI.post("/v1/run", run, RunRequest, event_shape=RunEvent, field_names={"prompt": "controller_arg"}),
-)
+ENDPOINTS = (AICI.post("/v1/run", run, RunRequest, event_shape=RunEvent, field_names={"prompt": "controller_arg"}),)

@@ -16,9 +16,9 @@ from starlette.responses import Response
 
 from uma_trio import client
 from uma_trio.gateway.answer import json_response
+from uma_trio.gateway.dialects.common.shapes import Shape, Warned
+from uma_trio.gateway.dialects.openai.dialect import OPENAI
 from uma_trio.gateway.dialects.openai.shapes import EmbeddingUsage
-from uma_trio.gateway.dialects.openai.shared import OPENAI
-from uma_trio.gateway.dialects.shapes import Shape, Warned
 from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import invalid
 

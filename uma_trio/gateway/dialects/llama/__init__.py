@@ -1,1 +1,0 @@
-"""llama-server's own API, and what it says next to an answer in all of its APIs."""
