@@ -43,7 +43,7 @@ from uma_trio.engine.pooling import PoolingEngine
 from uma_trio.engine_link.defaults import SHARES
 from uma_trio.engine_link.messages import NO_MEMORY, EngineError, FitReport, LoadError, Start
 from uma_trio.models.fingerprint import model_fingerprint
-from uma_trio.models.packaged import EMBEDDED_PROJECTOR
+from uma_trio.models.packaged import starts_with_first_picture
 from uma_trio.models.projector import encoding_bytes
 from uma_trio.models.sizes import ModelSizes
 from uma_trio.processes.machine import anonymous_bytes, free_memory_bytes
@@ -189,7 +189,7 @@ def choose(
         llama_abi.LlamaError: llama.cpp refuses the file.
     """
     settings, environment = start.settings, environment_of(where, start.target_itl_ms)
-    projector = None if start.projector == EMBEDDED_PROJECTOR else start.projector
+    projector = None if starts_with_first_picture(start.projector) else start.projector
     companions = Companions(
         draft=start.draft_sizes,
         adapter_bytes=sum([file.size_bytes for file in start.adapters]),

@@ -10,10 +10,6 @@ _FOLDER: Final = Path(__file__).parent / "embedded"
 EMBEDDED: Final = _FOLDER / "embedded.gguf"
 """The demo and test model; see docs/EMBEDDED_MODEL.md."""
 
-EMBEDDED_PROJECTOR: Final = _FOLDER / "mmproj.gguf"
-"""Its projector.  Few who serve the demo model ask about pictures, so its process starts with the first one, and fit keeps
-no room for it."""
-
 EMBEDDED_DRAFT: Final = _FOLDER / "draft.gguf"
 """Its draft model."""
 
@@ -22,6 +18,14 @@ PACKAGED: Final = {"embedded": EMBEDDED, "embedded-draft": EMBEDDED_DRAFT}
 
 PACKAGED_QUANTIZATION: Final = "Q8_0"
 """The quantization of all of them, which the names of their files do not have."""
+
+
+def starts_with_first_picture(projector: Path | None) -> bool:
+    """Whether the process of a projector starts with the first picture, so that fit keeps no room for it.
+
+    So does the embedded one: few who serve the demo model ask about pictures.
+    """
+    return projector == _FOLDER / "mmproj.gguf"
 
 
 def model_path(model: str | None) -> Path:

@@ -34,8 +34,7 @@ from uma_trio.aici.runtime.store_files import (
     OwnerFiles,
     TagFiles,
     all_owners,
-    read_compiled,
-    replace_compiled,
+    load_or_compile,
     warn_once,
 )
 from uma_trio.aici_link.messages import Auth, ModuleInfo, ModuleRecord, TagInfo
@@ -293,24 +292,16 @@ class ModuleStore:
     # -- loading and room -------------------------------------------------------------------------
 
     def _load(self, files: OwnerFiles, module_id: str) -> Module:
-        try:
-            return self._host.load(read_compiled(files.compiled(module_id)))
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError) as error:  # compiled by another version, or damaged
-            log.info("%s is compiled again: %s", module_id, error)
-        try:
-            wasm = files.read(module_id)
-        except FileNotFoundError:
-            raise StoreError(f"module {module_id} not found; upload it first") from None
-        if wasm is None:
-            raise StoreError(f"the file of module {module_id} is damaged; upload it again")
-        compiled = self._host.compile(wasm)
-        try:
-            replace_compiled(files.compiled(module_id), compiled)
-        except OSError as error:
-            log.warning("cannot keep the compiled module %s: %s", module_id, error)
-        return self._host.load(compiled)
+        def compiled() -> bytes:
+            try:
+                wasm = files.read(module_id)
+            except FileNotFoundError:
+                raise StoreError(f"module {module_id} not found; upload it first") from None
+            if wasm is None:
+                raise StoreError(f"the file of module {module_id} is damaged; upload it again")
+            return self._host.compile(wasm)
+
+        return load_or_compile(files.compiled(module_id), module_id, self._host, compiled)
 
     def _keep(self, files: OwnerFiles, module_id: str, wasm: bytes, compiled: bytes, auth: Auth) -> None:
         """Write a module; remove modules without a tag if it needs their space.

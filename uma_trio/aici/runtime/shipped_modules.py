@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import attrs
 
 from uma_trio.aici.runtime.interface import CannotCompile
-from uma_trio.aici.runtime.store_files import DIGEST_BYTES, read_compiled, replace_compiled
+from uma_trio.aici.runtime.store_files import DIGEST_BYTES, load_or_compile
 from uma_trio.aici_link.messages import TagInfo
 
 if TYPE_CHECKING:  # the store needs no engine
@@ -95,23 +95,17 @@ class ShippedModules:
             return each.module
 
     def _load(self, module_id: str, each: _Shipped) -> Module:
-        path = self._path(module_id)
-        try:
-            return self._host.load(read_compiled(path))
-        except (OSError, ValueError) as error:
-            if not isinstance(error, FileNotFoundError):
-                log.info("%s is compiled again: %s", each.name, error)
-        compiled = self._host.compile(each.wasm, is_ours=True)
-        each.compiled_size = len(compiled)
-        try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for old in self._folder.iterdir():
-                if old.suffix == ".elf" and old.stem not in self._of_id:
-                    old.unlink()
-            replace_compiled(path, compiled)
-        except OSError as error:
-            log.warning("cannot keep the machine code of %s: %s", each.name, error)
-        return self._host.load(compiled)
+        def compiled() -> bytes:
+            code = self._host.compile(each.wasm, is_ours=True)
+            each.compiled_size = len(code)
+            with contextlib.suppress(OSError):  # then the code cannot be kept either, and the log says so
+                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                for old in self._folder.iterdir():
+                    if old.suffix == ".elf" and old.stem not in self._of_id:
+                        old.unlink()
+            return code
+
+        return load_or_compile(self._path(module_id), each.name, self._host, compiled)
 
     def _path(self, module_id: str) -> Path:
         return self._folder / f"{module_id}.elf"

@@ -13,9 +13,9 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -23,6 +23,9 @@ from uma_trio.aici.runtime.module_space import StoredModule
 from uma_trio.aici_link.messages import ModuleRecord, TagInfo
 from uma_trio.files import read_text
 from uma_trio.protocol.controllers import is_tag
+
+if TYPE_CHECKING:  # the store needs no engine
+    from uma_trio.aici.runtime.host import Module, WasmHost
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +58,27 @@ def read_compiled(path: Path) -> bytes:
     if hashlib.sha256(compiled).digest() != digest:
         raise ValueError("the machine code is damaged")
     return compiled
+
+
+def load_or_compile(path: Path, name: str, host: WasmHost, compiled: Callable[[], bytes]) -> Module:
+    """The module whose machine code is at ``path``.  If that cannot be used, it is compiled, and kept there.
+
+    Args:
+        name: of the module, for the log.
+        compiled: compiles it.
+    """
+    try:
+        return host.load(read_compiled(path))
+    except FileNotFoundError:
+        """It was never compiled here."""
+    except (OSError, ValueError) as error:  # compiled by another version, or damaged
+        log.info("%s is compiled again: %s", name, error)
+    code = compiled()
+    try:
+        replace_compiled(path, code)
+    except OSError as error:
+        log.warning("cannot keep the machine code of %s: %s", name, error)
+    return host.load(code)
 
 
 def replace_file(path: Path, *parts: bytes) -> None:

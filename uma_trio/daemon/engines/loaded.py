@@ -38,7 +38,7 @@ from uma_trio.grammar.vocabulary import Vocabulary
 from uma_trio.hub.caches import ollama_projectors
 from uma_trio.models.fingerprint import model_fingerprint
 from uma_trio.models.gguf_check import GgufError, GgufSummary, check_gguf
-from uma_trio.models.packaged import EMBEDDED_PROJECTOR, model_path
+from uma_trio.models.packaged import model_path, starts_with_first_picture
 from uma_trio.models.projector import check_projector, encoding_bytes, find_projector
 from uma_trio.models.purpose import IN_WORDS
 from uma_trio.models.sampling_defaults import recommended
@@ -259,7 +259,7 @@ def _open_pictures(start: Start, ready: Ready, stack: contextlib.ExitStack) -> P
         max_tokens=ready.info.max_request_tokens,
         llama_dir=settings.llama_dir,
     )
-    waits = path == EMBEDDED_PROJECTOR or (ready.fit is not None and ready.fit.encoder_waits)
+    waits = starts_with_first_picture(path) or (ready.fit is not None and ready.fit.encoder_waits)
     try:
         if waits and not projector.use_gpu:
             _check_ever_fits(path)
