@@ -202,7 +202,7 @@ class StepPlanner:
             return obstacle
         self._admit(may_preempt=False)
         self._timings.attention = self._attention(step)
-        decodes, prefills = step.views_after(chain(*self._running.ready(step.rows)))
+        decodes, prefills = step.views_after(chain(*self._running.begin_plan(step.rows)))
         sequences: Mapping[int, Sequence] = self._running.by_seq_id()
         if prefills:
             if self.last_was_outlier:
@@ -294,7 +294,7 @@ class StepPlanner:
 
     def _views(self) -> tuple[list[SequenceView], list[SequenceView]]:
         """What the next step can decode and prefill, if none is in flight; by sequence id."""
-        decodes, prefills = self._running.ready()
+        decodes, prefills = self._running.begin_plan()
         if self._bisection.is_active:
             suspects = self._bisection.current({*decodes, *prefills})
             decodes = [sequence for sequence in decodes if not suspects or sequence in suspects]

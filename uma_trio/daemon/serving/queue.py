@@ -6,7 +6,7 @@ import math
 from collections import abc
 from collections.abc import Container, Iterator
 from itertools import chain
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Final
 
 import numpy as np
@@ -21,7 +21,6 @@ from uma_trio.daemon.scheduling import fairness, places
 from uma_trio.daemon.scheduling.fairness import Service
 from uma_trio.daemon.scheduling.timings import StepTimings
 from uma_trio.daemon.scheduling.view import Priority
-from uma_trio.daemon.serving.controllers.state import Control
 from uma_trio.daemon.serving.offload import Offloader
 from uma_trio.daemon.serving.sequence import Sequence, State
 from uma_trio.engine_link.attention import AttentionScan
@@ -200,56 +199,71 @@ class RunningSet:
         assert sequence.allocation is not None
         self.cache.settle(sequence.allocation)
 
-    def ready(self, in_flight: Container[Sequence] = ()) -> tuple[list[Sequence], list[Sequence]]:
-        """Sequences that the next step can decode, and those that it can prefill; by sequence id.
+    def begin_plan(self, in_flight: Container[Sequence] = ()) -> tuple[list[Sequence], list[Sequence]]:
+        """Bring all places up to date before a step is planned, and find what it can compute.
 
-        Call it before each step is planned.
+        Sequences whose saved states are loaded now begin, and so do those whose leaders stall.  Each place notes what its
+        sequence has got back, and whether its client reads.
 
         Args:
             in_flight: the sequences that a step in flight computes.
+
+        Returns:
+            Sequences that the step can decode, and those that it can prefill; by sequence id.
         """
         for allocation, state in self._offloader.take_swapped_in():
             if self.cache.offload.restored(allocation, state):
                 self._start_prefill(self._sequences[allocation], allocation.n_tokens)
         decodes, prefills, stalled = [], [], []
-        for allocation in sorted(self._sequences, key=lambda allocation: allocation.seq_id):
+        now = trio.current_time()
+        for allocation in sorted(self._sequences, key=attrgetter("seq_id")):
             sequence = self._sequences[allocation]
             if sequence.state is State.FINISHED:
                 continue
             place = sequence.place
-            if sequence.n_computed >= place.n_lost:
-                place.note_progress(trio.current_time(), has_gained=sequence.n_computed > place.n_lost)
+            if place.was_preempted:
+                place.note_progress(now, sequence.n_computed)
             if allocation in self._leaving:
                 stalled.append(allocation.seq_id)
                 continue
             has_room = sequence.sink.has_room
-            if not has_room and sequence not in in_flight:  # its next token was not held up yet
-                sequence.times.paused = True
-                place.stalled_at = min(place.stalled_at, trio.current_time())
-            else:
+            if has_room or sequence in in_flight:  # its next token was not held up yet
                 place.stalled_at = math.inf
-            if isinstance(sequence.control, Control):
-                goes_on = sequence in in_flight and has_room and sequence.control.may_run_ahead
-                if not goes_on and not self._is_ready(sequence):
-                    stalled.append(allocation.seq_id)  # it may wait long for its controller
-                    continue
-            elif not has_room:
-                stalled.append(allocation.seq_id)
-                continue
-            if sequence.state is State.DECODE:
+            else:
+                sequence.times.paused = True
+                place.stalled_at = min(place.stalled_at, now)
+            goes_on = has_room and sequence in in_flight and sequence.control.may_run_ahead
+            if not goes_on and not self._is_ready(sequence):
+                stalled.append(allocation.seq_id)  # it may wait long for its client or its controller
+            elif sequence.state is State.DECODE:
                 decodes.append(sequence)
             elif not sequence.is_blocked:
                 prefills.append(sequence)
         if self.cache.has_followers:
-            for allocation in self.cache.followed(stalled):
-                sequence = self._sequences[allocation]
-                self._start_prefill(sequence, allocation.n_tokens)
-                if self._is_ready(sequence) if sequence.control.steers else sequence.sink.has_room:
-                    prefills.append(sequence)
+            prefills += self._begin_followers(stalled)
         return decodes, prefills
 
+    def _begin_followers(self, stalled: abc.Sequence[int]) -> list[Sequence]:
+        """Let sequences begin with what their leaders have computed, which is enough or stalls.
+
+        Args:
+            stalled: sequence ids.
+
+        Returns:
+            Those that can go on now.
+        """
+        found = []
+        for allocation in self.cache.followed(stalled):
+            sequence = self._sequences[allocation]
+            self._start_prefill(sequence, allocation.n_tokens)
+            if self._is_ready(sequence):
+                found.append(sequence)
+        return found
+
     def _is_ready(self, sequence: Sequence) -> bool:
-        """Whether the next step may compute something of ``sequence``, which has a controller."""
+        """Whether the next step may compute something of ``sequence``, if no step in flight does."""
+        if not sequence.control.steers:
+            return sequence.sink.has_room
         assert sequence.allocation is not None
         return sequence.n_computable > sequence.n_computed and self.cache.may_compute(sequence.allocation)
 

@@ -697,6 +697,8 @@ class Scheduler:
         """Send tokens that a sequence got at ``at``, and end it if they do."""
         if new.tokens:
             self._stats.record_tokens(new, at)
+            if new.sequence.place.was_preempted:
+                new.sequence.place.note_token(at)
             if not new.n_before and not new.sequence.control.steers:
                 self._planner.begin_speculation(new.sequence)
         reason = send_tokens(new, self._token_to_bytes)

@@ -101,11 +101,17 @@ class PlaceState:
         """Its ``n_computed`` tokens in the KV cache are lost."""
         self.n_lost = max(self.n_lost, n_computed)
 
-    def note_progress(self, now: float, *, has_gained: bool) -> None:
-        """Note that the KV cache has again what was lost; ``has_gained``: and more."""
+    def note_progress(self, now: float, n_computed: int) -> None:
+        """Note that the KV cache has ``n_computed`` tokens: perhaps again what was lost, and more."""
+        if n_computed >= self.n_lost and self.regained_at is None:
+            self.regained_at = now
+        self.has_gained = self.has_gained or n_computed > self.n_lost
+
+    def note_token(self, now: float) -> None:
+        """Note a new token: it has gained something."""
         if self.regained_at is None:
             self.regained_at = now
-        self.has_gained = self.has_gained or has_gained
+        self.has_gained = True
 
     def turn_ends_at(self, *, is_suspended: bool) -> float:
         """When it may lose the only place of its principal.

@@ -182,7 +182,6 @@ class Stats:
         counts.tokens_total += len(new.tokens)
         # a fork begins with tokens that it has not got
         is_first = sequence.times.first_token_at is None and not new.n_before
-        sequence.place.note_progress(at, has_gained=True)
         gap_ms = sequence.times.record_tokens(at, paused=new.paused)
         if gap_ms is not None:
             telemetry.record_inter_token(gap_ms)

@@ -121,6 +121,7 @@ class NoControl:
     steers: Final = False
     may_sample: Final = True
     may_yield: Final = True
+    may_run_ahead: Final = True
     is_suspended: Final = False
     n_sampled: Final = None
     n_inserted: Final = None
