@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import trio
+
 from tests.support.fake_engine import expected_continuation
 from tests.support.fake_runtime import SKIPPED, ScriptedController
 from tests.support.steering import START, Client, steering
@@ -66,6 +68,17 @@ class SlowToBegin(Count):
     def pre(self):
         self.n += 1
         return super().pre() if self.n % 20 == 0 else SKIPPED
+
+
+async def test_a_controller_of_a_request_that_would_miss_its_deadline_is_forgotten(autojump_clock):
+    """The request ends before ``submit`` returns."""
+    async with steering({"all": ScriptedController}) as harness:
+        client = Client()
+        [sequence] = await harness.steer("all", client, deadline_at=trio.current_time() + 0.001)
+        assert sequence.done.is_set()
+        assert client.reasons == {0: "E_LIMIT_DEADLINE"}
+        await harness.clean()
+        assert harness.scheduler.snapshot()["controllers"]["sequences"] == 0
 
 
 async def test_a_controller_that_is_late_with_pre_is_no_deadlock(autojump_clock):

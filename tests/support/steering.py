@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -93,6 +94,7 @@ class Steering:
         n: int = 20,
         argument: Any = None,
         principal: Principal = Principal("uid:0"),  # noqa: B008  (it is immutable)
+        deadline_at: float = math.inf,
         **fields: Any,
     ) -> Any:
         """Begin a controlled answer; returns its sequences."""
@@ -106,6 +108,7 @@ class Steering:
                 client,
                 principal,
                 controlled=ControlledRequest(name=name, generation=generation),
+                deadline_at=deadline_at,
             )
         )
 

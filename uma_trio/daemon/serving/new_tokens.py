@@ -8,7 +8,7 @@ from typing import Final, Literal, TypeAlias, get_args
 
 import attrs
 
-from uma_trio.daemon.serving.sequence import Sequence
+from uma_trio.daemon.serving.sequence import NO_IDS, Sequence
 from uma_trio.daemon.store.answer_log import Change
 from uma_trio.engine_link.sampling import NO_TOKEN, TokenLogprobs
 from uma_trio.errors import DecodeFailed, InvalidConstraint, UmaError
@@ -81,12 +81,13 @@ def append_tokens(
     n_before, paused = len(sequence.tokens), sequence.times.paused
     sequence.times.paused = False
     reason: FinishReason | UmaError | None = None
+    ending_ids = sequence.ending_ids if may_end else NO_IDS
     for n, token in enumerate(tokens):
         if token == NO_TOKEN:
             reason, tokens = _no_token(failure), tokens[:n]
             break
         sequence.append(token)
-        if may_end and token in sequence.end_ids and not sequence.control.steers:
+        if token in ending_ids:
             reason = "stop"
         elif len(sequence.tokens) >= sequence.bounds.token_limit:
             reason = "length"

@@ -137,6 +137,8 @@ class StepPlanner:
         wanted = sequence.request.speculate
         if sequence.prompt.media:
             return False  # neither prompt lookup nor a draft model knows what a picture shows
+        if sequence.control.steers:
+            return False  # a controller may refuse each token, so it is asked one at a time
         can_draft = self._info.can_truncate and not sequence.sampling.params.is_adaptive
         return can_draft and (self._limits.speculation if wanted is None else wanted)
 

@@ -208,7 +208,7 @@ class Scheduler:
             self.wake()
         else:  # without a place it is in no step
             self.end_wait()
-        return sequences if controlled is None else self._controllers.add(sequences[0], controlled)
+        return sequences
 
     def _report_forecasts(self) -> None:
         for sequence, error in self._forecaster.report(self._planner.service):
@@ -239,9 +239,10 @@ class Scheduler:
             self.wake()  # some of the answers may have had a place
             refusal.retry_after_ms = self.retry_after_ms()
             raise
-        if prepared.controlled is None:  # a controller may refuse each token, so it is asked one at a time
-            for sequence in sequences:
-                self._planner.begin_drafts(sequence)
+        if prepared.controlled is not None:
+            sequences = self._controllers.add(sequences[0], prepared.controlled)
+        for sequence in sequences:
+            self._planner.begin_drafts(sequence)
         return sequences, known
 
     def embed(self, pending: PendingEmbeddings) -> None:
@@ -699,7 +700,7 @@ class Scheduler:
             self._stats.record_tokens(new, at)
             if new.sequence.place.was_preempted:
                 new.sequence.place.note_token(at)
-            if not new.n_before and not new.sequence.control.steers:
+            if not new.n_before:
                 self._planner.begin_speculation(new.sequence)
         reason = send_tokens(new, self._token_to_bytes)
         if new.sequence.log is not None:

@@ -6,7 +6,7 @@ import copy
 import enum
 import math
 from collections import abc
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Set
 from typing import Final, Protocol
 
 import attrs
@@ -44,6 +44,8 @@ MIN_FORCED: Final = 0.125
 """Share of forced tokens from which on a sequence counts as often forced; judged after ``MIN_TOKENS_TO_JUDGE``."""
 
 MIN_TOKENS_TO_JUDGE: Final = 16
+
+NO_IDS: Final[frozenset[int]] = frozenset()
 
 NOT_PLACED: Final = -1
 """In a view, instead of the sequence id of a sequence that waits."""
@@ -111,8 +113,8 @@ class Sequence:
     prompt: Prompt
     max_tokens: int
     sampling: Sampling
-    end_ids: Collection[int]
-    """Tokens that end it."""
+    end_ids: Set[int]
+    """Tokens without text: the end of the answer, as the model or the request has it."""
     sink: EventSink
     principal: Principal
     priority: Priority
@@ -284,6 +286,11 @@ class Sequence:
         if self.sampling.grammar is None:
             return False
         return len(self.tokens) < MIN_TOKENS_TO_JUDGE or self.speculation.n_forced >= MIN_FORCED * len(self.tokens)
+
+    @property
+    def ending_ids(self) -> Set[int]:
+        """Tokens that end it when they are sampled.  With a controller, only that one ends it."""
+        return NO_IDS if self.control.steers else self.end_ids
 
     @property
     def can_yield(self) -> bool:

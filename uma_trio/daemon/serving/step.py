@@ -320,13 +320,14 @@ def complete_step(
         allocation = sequence.allocation
         if allocation is None or sequence.state is State.FINISHED or not row.n_samples:
             continue
-        if not sequence.control.steers and MASK_LATE in sampled:  # then all of its samples have it
+        is_plain = not sequence.control.steers
+        if is_plain and MASK_LATE in sampled:  # then all of its samples have it
             new_tokens.append(_undo(sequence, row, cache, can_truncate=can_truncate))
             continue
         sequence.due_at = now + sequence.target_itl_ms / 1e3
         mu = mus.get(allocation.seq_id)
         new: NewTokens | None
-        if not sequence.control.steers:
+        if is_plain:
             failure = failures.get(allocation.seq_id)
             allowed = forced.get(allocation.seq_id, ()) if mu is None else ()  # mirostat samples one token a step
             new = _complete_row(row, sampled, scores, failure, allowed)
@@ -358,7 +359,7 @@ def _count_tokens(
         sampled = row.accept(sampled)
     if ahead is not None and sampled:
         ahead.move(sequence, row.end - planned_end)
-        if any(_ends(sequence, token) for token in sampled):
+        if min(sampled) < 0 or not sequence.ending_ids.isdisjoint(sampled):  # as the engine does; see ``Continued``
             ahead.drop(sequence)
     if sequence.allocation is None:
         return sampled  # it has finished, and this step's tokens are counted
@@ -392,11 +393,6 @@ def _complete_row(
     sequence.speculation.forced = forced if len(sampled) == 1 + len(row.drafts) else ()
     sequence.state = State.DECODE
     return new
-
-
-def _ends(sequence: Sequence, token: int) -> bool:
-    """Whether the engine drops the sequence from the run-ahead step after ``token``; see ``Continued``."""
-    return token < 0 or (not sequence.control.steers and token in sequence.end_ids)
 
 
 def _undo(sequence: Sequence, row: StepRow, cache: KvCache, *, can_truncate: bool) -> NewTokens:

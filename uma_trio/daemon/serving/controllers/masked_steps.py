@@ -44,19 +44,16 @@ class MaskedSteps:
 
     def attach_masks(self, step: InFlightStep, message: SubmittedStep, masks: MaskFile | None) -> None:
         """Have the engine wait for the masks of controlled sequences in a step that is not sent yet."""
-        inputs = chain.from_iterable(message.calls)
-        sampling = [
-            (control_of(sequence).id, each)
-            for (sequence, row), each in zip(step.rows.items(), inputs, strict=True)
-            if sequence.control.steers and row.n_samples
-        ]
-        if not sampling:
+        sampled = self.sampled(step)
+        if not sampled:
             return
         assert masks is not None
         self._engine.link.attach_masks(masks)
-        for key, each in sampling:
-            if isinstance(each, StepInput):  # the others go on with the same key
-                each.samples[0].late_mask = key
+        inputs = dict(zip(step.rows, chain.from_iterable(message.calls), strict=True))
+        for sequence in sampled:
+            found = inputs[sequence]
+            if isinstance(found, StepInput):  # the others go on with the same key
+                found.samples[0].late_mask = control_of(sequence).id
         plain = [sequence for sequence in step.rows if not sequence.control.steers]
         if plain and not any(sequence.sampling.grammar for sequence in plain):
             message.mask_timeout_ms = SHORT_MASK_TIMEOUT_MS
