@@ -14,7 +14,6 @@ from tests.support.serving import token_to_bytes
 from uma_trio.config import Config
 from uma_trio.daemon.kv.cache import KvCache
 from uma_trio.daemon.prompts.prompt import Prompt
-from uma_trio.daemon.scheduling.bisection import CrashBisection
 from uma_trio.daemon.scheduling.cost import CostModel, LinearModel
 from uma_trio.daemon.scheduling.timings import StepTimings
 from uma_trio.daemon.serving.controllers.driver import ControllerDriver
@@ -57,19 +56,15 @@ class Planning:
         offloader = Offloader(self.cache, self.timings, lambda: None, after_s=1.0)
         telemetry = Telemetry()
         self.running = RunningSet(self.cache, offloader, telemetry)
-        self.waiting = WaitingQueue(self.cache, self.running, max_length=100)
+        self.waiting = WaitingQueue(self.running, max_length=100)
         self.embeddings = EmbeddingQueue(self.info, 100, lambda principal: None)
-        self.bisection: CrashBisection[Sequence] = CrashBisection()
         self.planner = StepPlanner(
             info=self.info,
             limits=CONFIG.scheduling,
             timings=self.timings,
-            cache=self.cache,
-            waiting=self.waiting,
             running=self.running,
+            waiting=self.waiting,
             embeddings=self.embeddings,
-            offloader=offloader,
-            bisection=self.bisection,
             controllers=ControllerDriver(None, None, self.running, None),
         )
         self.n_steps = 0
@@ -303,7 +298,7 @@ async def test_after_a_crash_one_half_of_the_sequences_runs_and_nothing_ahead(pl
     found = planning()
     streams = found.streams(4)
     step = found.submitted(found.next_step())
-    found.bisection.crashed({sequence: row.end for sequence, row in step.rows.items()})
+    found.planner.bisection.crashed({sequence: row.end for sequence, row in step.rows.items()})
     found.embed(40)
     half = found.next_step()
     assert [half.sequences[view.seq_id] for view in half.plan.decodes] == streams[:2]

@@ -114,7 +114,7 @@ def run(watts: float, *, busy_w: float, idle_w: float, seconds: float = 60) -> t
         used = 0.1 * busy_w + pause * idle_w
         elapsed = 0.1 + pause
         now, joules, busy = now + elapsed, joules + used, busy + 0.1
-        pause = rest.after_tick(0.1, elapsed, used)
+        pause = rest.after_tick(0.1, now, used)
     return joules / now, busy / now
 
 

@@ -22,15 +22,21 @@ class Rest:
     _limit: PowerLimit
     _saved_j: float = 0.0
     """Energy that may be used before it has to rest; negative: that it has used too much."""
+    _since: float = 0.0
+    """Up to when time and energy are counted."""
 
-    def after_tick(self, busy_s: float, elapsed_s: float, joules: float) -> float:
+    def begin(self, now: float) -> None:
+        """Count from ``now`` on: there was no work before."""
+        self._since = now
+
+    def after_tick(self, busy_s: float, now: float, joules: float) -> float:
         """Seconds to rest.
 
         Args:
             busy_s: how long the device has computed.
-            elapsed_s: since the last call, the rest after it included.
-            joules: that the device has taken in this time; ignored with a share.
+            joules: that it has taken since the last call, in the rest after it too; ignored with a share.
         """
+        elapsed_s, self._since = now - self._since, now
         longest_s = busy_s * (1 / MIN_SHARE - 1)
         if self._limit.share is not None:
             return min(longest_s, busy_s * (1 / self._limit.share - 1))

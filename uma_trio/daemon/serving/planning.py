@@ -34,7 +34,7 @@ from uma_trio.daemon.serving.offload import Offloader
 from uma_trio.daemon.serving.prompt_lookup import PromptLookup
 from uma_trio.daemon.serving.queue import RunningSet, WaitingQueue
 from uma_trio.daemon.serving.sequence import Sequence, State
-from uma_trio.daemon.serving.step import InFlightStep, PlannedStep
+from uma_trio.daemon.serving.step import CompletedStep, InFlightStep, PlannedStep
 from uma_trio.engine_link.attention import Attention, AttentionScan
 from uma_trio.engine_link.kv_ops import KvOp
 from uma_trio.engine_link.messages import DraftInput, ModelInfo
@@ -77,7 +77,6 @@ class NoStep(enum.Enum):
     CANNOT_TRUNCATE = "a prompt begins or goes on, and its sequence cannot be cut to what it turns out to hold"
 
 
-@attrs.define(eq=False, kw_only=True)
 class StepPlanner:
     """Plans the steps of one engine, one after another.
 
@@ -86,22 +85,34 @@ class StepPlanner:
     with ``undo``.
     """
 
-    _info: ModelInfo
-    _limits: Scheduling
-    _timings: StepTimings
-    _cache: KvCache
-    _waiting: WaitingQueue
-    _running: RunningSet
-    _embeddings: EmbeddingQueue
-    _offloader: Offloader
-    _bisection: CrashBisection[Sequence]
-    _controllers: ControllerDriver
-    drafts: DraftModel | None = None
-    _policy: PolicyState = attrs.field(factory=PolicyState, init=False)
-    _had_chunk: bool = attrs.field(default=False, init=False)
-    """The last step that was planned had texts to embed."""
-    last_was_outlier: bool = attrs.field(default=True, init=False)
-    """The last step took much more or less time than predicted, or there was none."""
+    def __init__(
+        self,
+        *,
+        info: ModelInfo,
+        limits: Scheduling,
+        timings: StepTimings,
+        running: RunningSet,
+        waiting: WaitingQueue,
+        embeddings: EmbeddingQueue,
+        controllers: ControllerDriver,
+    ) -> None:
+        self._info = info
+        self._limits = limits
+        self._timings = timings
+        self._running = running
+        self._cache: KvCache = running.cache
+        self._offloader: Offloader = running.offloader
+        self._waiting = waiting
+        self._embeddings = embeddings
+        self._controllers = controllers
+        self._drafts = None if info.draft_model is None else DraftModel(info)
+        self.bisection: CrashBisection[Sequence] = CrashBisection()
+        """Which sequences may run after the engine has crashed."""
+        self._policy = PolicyState()
+        self._had_chunk = False
+        """The last step that was planned had texts to embed."""
+        self.last_was_outlier = True
+        """The last step took much more or less time than predicted, or there was none."""
 
     # -- who is served --------------------------------------------------------------------------
 
@@ -130,8 +141,8 @@ class StepPlanner:
 
     def begin_drafts(self, sequence: Sequence) -> None:
         """Let the draft model propose tokens from the first one on, under the same conditions."""
-        if self.drafts is not None and self._speculates(sequence):
-            self.drafts.begin(sequence)
+        if self._drafts is not None and self._speculates(sequence):
+            self._drafts.begin(sequence)
 
     def _speculates(self, sequence: Sequence) -> bool:
         wanted = sequence.request.speculate
@@ -141,6 +152,12 @@ class StepPlanner:
             return False  # a controller may refuse each token, so it is asked one at a time
         can_draft = self._info.can_truncate and not sequence.sampling.params.is_adaptive
         return can_draft and (self._limits.speculation if wanted is None else wanted)
+
+    def ended(self, sequence: Sequence) -> None:
+        """``sequence`` has ended."""
+        self.bisection.discard(sequence)
+        if self._drafts is not None:
+            self._drafts.ended(sequence)
 
     # -- the next step --------------------------------------------------------------------------
 
@@ -166,7 +183,7 @@ class StepPlanner:
         look_ahead = not prefills and _often_forced([sequences[view.seq_id] for view in decodes])
         chosen, sequences = self._settle(self._plan(decodes, prefills, starts_at), sequences)
         draft_inputs = self._draft_inputs(chosen, sequences)
-        if self.drafts is not None and not draft_inputs:
+        if self._drafts is not None and not draft_inputs:
             draft_inputs, draft_ms = self._catch_up(chosen, sequences)
             chosen = attrs.evolve(chosen, predicted_ms=chosen.predicted_ms + draft_ms)
         ops: abc.Sequence[KvOp] = self._cache.take_ops()
@@ -237,6 +254,14 @@ class StepPlanner:
             gives_way=not draft_inputs and self._gives_way(chosen, sequences),
         )
 
+    def completed(self, completed: CompletedStep) -> None:
+        """Learn from a step what the next plan must know."""
+        rows = completed.step.rows
+        if self._drafts is not None:
+            self._drafts.completed(completed.step, completed.output, completed.new_tokens)
+        self.bisection.step_completed({sequence: row.end for sequence, row in rows.items()})
+        self.last_was_outlier = completed.is_outlier
+
     def undo(self, planned: PlannedStep, *, began: bool = False) -> None:
         """``planned`` was withdrawn.
 
@@ -245,8 +270,8 @@ class StepPlanner:
         """
         if not began:
             self._cache.put_back(planned.ops)
-        if self.drafts is not None:
-            self.drafts.undo(planned)
+        if self._drafts is not None:
+            self._drafts.undo(planned)
         self._policy = self._policy.undo(planned.policy_before, planned.plan.state)
 
     # -- its parts ------------------------------------------------------------------------------
@@ -259,7 +284,7 @@ class StepPlanner:
             return NoStep.DRAFTS
         if self._offloader.has_transfers or self._running.is_copying or self._embeddings.is_ready:
             return NoStep.UNKNOWN_DURATION
-        if self._bisection.is_active:
+        if self.bisection.is_active:
             return NoStep.SUSPECTS
         if self.preempts_at <= trio.current_time():
             return NoStep.PREEMPTION
@@ -290,15 +315,15 @@ class StepPlanner:
         for sequence in self._waiting.admit(self._policy.service, may_preempt=may_preempt):
             if sequence.control.steers:
                 self._controllers.preempted(sequence)
-            if self.drafts is not None:
-                self.drafts.leave(sequence)
-            self._bisection.discard(sequence)
+            if self._drafts is not None:
+                self._drafts.leave(sequence)
+            self.bisection.discard(sequence)
 
     def _views(self) -> tuple[list[SequenceView], list[SequenceView]]:
         """What the next step can decode and prefill, if none is in flight; by sequence id."""
         decodes, prefills = self._running.begin_plan()
-        if self._bisection.is_active:
-            suspects = self._bisection.current({*decodes, *prefills})
+        if self.bisection.is_active:
+            suspects = self.bisection.current({*decodes, *prefills})
             decodes = [sequence for sequence in decodes if not suspects or sequence in suspects]
             prefills = [sequence for sequence in prefills if not suspects or sequence in suspects]
         max_drafts = MAX_DRAFTS if len(decodes) <= MAX_DECODES_WITH_DRAFTS else 0
@@ -321,12 +346,12 @@ class StepPlanner:
         if n:
             view = msgspec.structs.replace(view, n_drafts=n)
         state = sequence.speculation.model
-        if self.drafts is None or state is None or sequence.speculation.forced or self._bisection.is_active:
+        if self._drafts is None or state is None or sequence.speculation.forced or self.bisection.is_active:
             return view
         if n and view.acceptance_rate >= state.acceptance_rate:
             return view
         row = None if step is None else step.row_of(sequence)
-        n_drafts = self.drafts.can_draft(sequence, MAX_DRAFTS, self._timings.cost, 0 if row is None else row.n_samples)
+        n_drafts = self._drafts.can_draft(sequence, MAX_DRAFTS, self._timings.cost, 0 if row is None else row.n_samples)
         if not n_drafts:
             return view
         return msgspec.structs.replace(
@@ -335,34 +360,34 @@ class StepPlanner:
             acceptance_rate=state.acceptance_rate,
             drafts_by_model=True,
             draft_precision=state.precision,
-            n_missing=self.drafts.n_missing(sequence) - 1,
+            n_missing=self._drafts.n_missing(sequence) - 1,
         )
 
     def _catching_up(self, streams: abc.Sequence[Sequence]) -> list[Sequence]:
         """Streams that the draft model should compute the tokens of, before it can propose some."""
-        if self.drafts is None or len(streams) > MAX_DECODES_WITH_DRAFTS or self._bisection.is_active:
+        if self._drafts is None or len(streams) > MAX_DECODES_WITH_DRAFTS or self.bisection.is_active:
             return []
-        return [each for each in streams if self.drafts.should_catch_up(each, self._timings.cost)]
+        return [each for each in streams if self._drafts.should_catch_up(each, self._timings.cost)]
 
     def _draft_inputs(self, chosen: Plan, sequences: Mapping[int, Sequence]) -> list[DraftInput]:
         """What the draft model computes for ``chosen``."""
-        if self.drafts is None:
+        if self._drafts is None:
             return []
         return [
-            self.drafts.input(sequences[view.seq_id], n)
+            self._drafts.input(sequences[view.seq_id], n)
             for view, n in zip(chosen.decodes, chosen.drafts, strict=False)
             if n and view.drafts_by_model
         ]
 
     def _catch_up(self, chosen: Plan, sequences: Mapping[int, Sequence]) -> tuple[list[DraftInput], float]:
         """What the draft model computes next to ``chosen``, which has no drafts of it, and the milliseconds."""
-        assert self.drafts is not None
+        assert self._drafts is not None
         behind = [] if chosen.chunks else self._catching_up([sequences[view.seq_id] for view in chosen.decodes])
         if not behind:
             return [], 0.0
         time_ms = 1e3 * (min([view.due_s for view in chosen.decodes]) - trio.current_time())
-        inputs = self.drafts.catch_up(behind, min(time_ms / 2, self._limits.prefill_tick_ms) - chosen.predicted_ms)
-        return inputs, self.drafts.cost.ms(1, sum([len(each.tokens) for each in inputs]))
+        inputs = self._drafts.catch_up(behind, min(time_ms / 2, self._limits.prefill_tick_ms) - chosen.predicted_ms)
+        return inputs, self._drafts.cost.ms(1, sum([len(each.tokens) for each in inputs]))
 
     def _gives_way(self, chosen: Plan, sequences: Mapping[int, Sequence]) -> bool:
         """Whether a step without anything else may be interrupted: it computes background sequences, and can be undone."""
@@ -384,7 +409,7 @@ class StepPlanner:
     ) -> EmbeddingChunk | None:
         """The texts that the next step embeds, in the time that streams leave.  Prompts get half of that time."""
         had_chunk, self._had_chunk = self._had_chunk, False
-        if not self._embeddings.is_ready or (self._bisection.is_active and (decodes or prefills)):
+        if not self._embeddings.is_ready or (self.bisection.is_active and (decodes or prefills)):
             return None  # after a crash, texts and sequences are suspected separately
         time_ms = self._limits.prefill_tick_ms
         if decodes:
@@ -414,7 +439,7 @@ class StepPlanner:
                 attention=self._timings.attention,
                 records_calls=self._info.records_calls,
                 fillers=self._fillers() if len(decodes) > 1 else NO_FILLERS,
-                draft_cost=NO_DRAFT_MODEL if self.drafts is None else self.drafts.cost,
+                draft_cost=NO_DRAFT_MODEL if self._drafts is None else self._drafts.cost,
                 gap_ms=self._timings.gap_ms,
             )
         )

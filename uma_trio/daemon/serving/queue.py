@@ -65,7 +65,7 @@ class RunningSet:
 
     def __init__(self, cache: KvCache, offloader: Offloader, telemetry: Telemetry) -> None:
         self.cache = cache
-        self._offloader = offloader
+        self.offloader = offloader
         self._telemetry = telemetry
         self._sequences: dict[Allocation, Sequence] = {}
         self._keeps_room_for: Sequence | None = None
@@ -96,7 +96,7 @@ class RunningSet:
         place = sequence.place
         placement = self.cache.allocate(_allocation_of(sequence), place.parked)
         if placement is None:
-            self._offloader.check_for_work()  # something may have to be saved to make room
+            self.offloader.check_for_work()  # something may have to be saved to make room
             return False
         sequence.allocation = allocation = placement.allocation
         sequence.state = State.PREFILL
@@ -115,7 +115,7 @@ class RunningSet:
         if not placement.waits:
             self._start_prefill(sequence, placement.n_cached)
         if placement.saved is not None:
-            self._offloader.swap_in(allocation, placement.saved)
+            self.offloader.swap_in(allocation, placement.saved)
         if placement.saved is place.parked:
             place.parked = None  # goes when it is loaded
         self.unpark(sequence)
@@ -168,7 +168,7 @@ class RunningSet:
         assert sequence.allocation is not None
         allocations = self.cache.fork(sequence.allocation, n, sequence.max_cells)
         if allocations is None:
-            self._offloader.check_for_work()  # something may have to be saved to make room
+            self.offloader.check_for_work()  # something may have to be saved to make room
         return allocations
 
     def begin_forks(self, forks: abc.Sequence[Sequence], allocations: abc.Sequence[Allocation]) -> None:
@@ -211,7 +211,7 @@ class RunningSet:
         Returns:
             Sequences that the step can decode, and those that it can prefill; by sequence id.
         """
-        for allocation, state in self._offloader.take_swapped_in():
+        for allocation, state in self.offloader.take_swapped_in():
             if self.cache.offload.restored(allocation, state):
                 self._start_prefill(self._sequences[allocation], allocation.n_tokens)
         decodes, prefills, stalled = [], [], []
@@ -285,7 +285,7 @@ class RunningSet:
         del self._sequences[sequence.allocation]
         self.cache.release(sequence.allocation, tokens, at=trio.current_time())
         sequence.allocation = None
-        self._offloader.check_for_work()
+        self.offloader.check_for_work()
 
     def claim(self, sequence: Sequence, service: Service) -> tuple[list[Sequence], float]:
         """Choose the sequences that lose their places to ``sequence``, which waits, and when they do.
@@ -368,9 +368,9 @@ class RunningSet:
         for sequence in sequences:
             assert sequence.allocation is not None
             self._leaving.append(sequence.allocation)
-            if self._offloader.worth_parking(sequence.n_computed):
+            if self.offloader.worth_parking(sequence.n_computed):
                 self._n_copying += 1
-                self._offloader.park(sequence.allocation, sequence.computed_tokens())
+                self.offloader.park(sequence.allocation, sequence.computed_tokens())
         return self.preempt_copied()
 
     @property
@@ -380,7 +380,7 @@ class RunningSet:
 
     def preempt_copied(self) -> list[Sequence]:
         """The sequences that lose their places now; none before all copies have ended."""
-        for allocation, state in self._offloader.take_parked():
+        for allocation, state in self.offloader.take_parked():
             self._n_copying -= 1
             if state is not None:
                 self._copies[allocation] = state
@@ -394,7 +394,7 @@ class RunningSet:
                 self._preempt(sequence, copied)
                 preempted.append(sequence)
             elif copied is not None:  # it has ended, or its controller is ready meanwhile
-                self._offloader.unpark(copied)
+                self.offloader.unpark(copied)
         return preempted
 
     def _preempt(self, sequence: Sequence, copied: SavedState | None) -> None:
@@ -409,7 +409,7 @@ class RunningSet:
     def unpark(self, sequence: Sequence) -> None:
         """Drop the copy of what ``sequence`` held, if there is one."""
         if sequence.place.parked is not None:
-            self._offloader.unpark(sequence.place.parked)
+            self.offloader.unpark(sequence.place.parked)
             sequence.place.parked = None
 
     def describe(self) -> list[SequenceInfo]:
@@ -492,8 +492,8 @@ class WaitingQueue:
         max_length: more are refused, unless their principal has less than its share of the queue.
     """
 
-    def __init__(self, cache: KvCache, running: RunningSet, max_length: int) -> None:
-        self._cache = cache
+    def __init__(self, running: RunningSet, max_length: int) -> None:
+        self._cache = running.cache
         self._running = running
         self._max_length = max_length
         self._sequences: list[Sequence] = []

@@ -20,7 +20,6 @@ import trio
 from uma_trio.config import MB, Config
 from uma_trio.daemon.aici.exchange import ControllerRuntime
 from uma_trio.daemon.engines.supervisor import SupervisedEngine
-from uma_trio.daemon.scheduling.bisection import CrashBisection
 from uma_trio.daemon.scheduling.cost import CostModel
 from uma_trio.daemon.scheduling.lost_time import LostTime
 from uma_trio.daemon.scheduling.rest import Rest, rest_of
@@ -28,8 +27,6 @@ from uma_trio.daemon.scheduling.timings import StepTimings
 from uma_trio.daemon.scheduling.view import Priority
 from uma_trio.daemon.serving.changes import append_known
 from uma_trio.daemon.serving.controllers.driver import MAX_WAIT_S, ControllerDriver
-from uma_trio.daemon.serving.controllers.state import ControlledRequest
-from uma_trio.daemon.serving.drafting import DraftModel
 from uma_trio.daemon.serving.embedding import EmbeddingQueue, PendingEmbeddings
 from uma_trio.daemon.serving.energy_use import EnergyUse
 from uma_trio.daemon.serving.explaining import Explainer, SpellEach
@@ -120,7 +117,18 @@ class Scheduler:
             memory=MemoryStates(config.scheduling.preempted_max_mb * MB, free_memory_bytes),
         )
         self._running = RunningSet(self.cache, self.offloader, self.telemetry)
-        self._waiting = WaitingQueue(self.cache, self._running, config.limits.max_queue)
+        self._waiting = WaitingQueue(self._running, config.limits.max_queue)
+        self._embeddings = EmbeddingQueue(self.info, config.limits.max_queue, self._leave)
+        self._controllers = ControllerDriver(runtime, engine, self._running, self)
+        self._planner = StepPlanner(
+            info=self.info,
+            limits=config.scheduling,
+            timings=self.timings,
+            running=self._running,
+            waiting=self._waiting,
+            embeddings=self._embeddings,
+            controllers=self._controllers,
+        )
         self._forecaster = Forecaster(
             running=self._running,
             waiting=self._waiting,
@@ -131,25 +139,8 @@ class Scheduler:
         self._energy = EnergyUse(meter)
         self._rest = rest_of(config.scheduling.power_limit, counts_energy=meter is not None)
         """Chooses pauses between steps; ``None``: there is no limit of power."""
-        self._rested_at = 0.0
         self._explainer = Explainer(spell_each or (lambda tokens: [token_to_bytes(token) for token in tokens]))
-        self._embeddings = EmbeddingQueue(self.info, config.limits.max_queue, self._leave)
-        self._bisection: CrashBisection[Sequence] = CrashBisection()
         self._lost_time = LostTime()
-        self._controllers = ControllerDriver(runtime, engine, self._running, self)
-        self._planner = StepPlanner(
-            info=self.info,
-            limits=config.scheduling,
-            timings=self.timings,
-            cache=self.cache,
-            waiting=self._waiting,
-            running=self._running,
-            embeddings=self._embeddings,
-            offloader=self.offloader,
-            bisection=self._bisection,
-            controllers=self._controllers,
-            drafts=None if self.info.draft_model is None else DraftModel(self.info),
-        )
         self.on_step: Callable[[], None] | None = None
         """Called in every tick, when what the KV cache holds may have changed."""
         self._in_flight: list[InFlightStep] = []
@@ -162,11 +153,6 @@ class Scheduler:
         self._refusal: UmaError | None = None
         self._stopping = False
         self._stopped = False
-        if runtime is not None:
-            runtime.on_change = self._controllers.runtime_changed
-            runtime.on_unused = lambda name: self._controllers.drop_unused(
-                ControlledRequest(name=name, generation=runtime.generation)
-            )
 
     # -- called from outside, between ticks -----------------------------------------------------
 
@@ -507,8 +493,10 @@ class Scheduler:
                 since = trio.current_time()
                 await self._wait_for_work()
                 self._stats.record_idle(1e3 * (trio.current_time() - since))
-                self._rested_at = trio.current_time()
-                self._energy.begin(self._rested_at)
+                now = trio.current_time()
+                self._energy.begin(now)
+                if self._rest is not None:
+                    self._rest.begin(now)
 
     def _run_ahead(self) -> None:
         """Submit the step after the one that computes, unless one is there."""
@@ -534,9 +522,7 @@ class Scheduler:
             return
         now = trio.current_time()
         busy_s = sum([each.duration_ms for each in completed]) / 1e3
-        pause_s = rest.after_tick(busy_s, now - self._rested_at, self._energy.divide(now))
-        self._rested_at = now
-        await trio.sleep(pause_s)
+        await trio.sleep(rest.after_tick(busy_s, now, self._energy.divide(now)))
 
     async def _steer(self, completed: list[CompletedStep]) -> None:
         """Tell controllers what ``completed`` sampled, and wait a moment for what they say about the next step.
@@ -605,22 +591,19 @@ class Scheduler:
             token_to_bytes=self._token_to_bytes,
             ahead=ahead,
         )
-        if self._planner.drafts is not None:
-            self._planner.drafts.completed(step, output, new_tokens)
         for new in new_tokens:
             if ahead is not None and (new.reason is not None or not new.tokens):
                 ahead.drop(new.sequence)
             if new.reason is not None:
                 self._release(new.sequence, keep=not isinstance(new.reason, UmaError))
         self._release_finished(step)
-        self._bisection.step_completed({sequence: row.end for sequence, row in step.rows.items()})
         if ahead is not None:
             ahead.began_at = now
         completed = CompletedStep(step, output, new_tokens, now)
-        self._planner.last_was_outlier = is_outlier = completed.is_outlier
+        self._planner.completed(completed)
         if step.planned.gives_way:
             self._lost_time.completed(completed.duration_ms)
-        if is_outlier:
+        if self._planner.last_was_outlier:
             self._learn(completed)
         return completed
 
@@ -738,8 +721,7 @@ class Scheduler:
         self._explainer.ended(sequence, self.timings.cost.prefill_token_ms)
         self._stats.record_end(sequence, reason, sequence.times.ended_at)
         self._forecaster.ended(sequence, reason)
-        if self._planner.drafts is not None:
-            self._planner.drafts.ended(sequence)
+        self._planner.ended(sequence)
         sequence.done.set()
 
     def _release_when_computed(self, sequence: Sequence) -> None:
@@ -761,7 +743,6 @@ class Scheduler:
 
     def _release(self, sequence: Sequence, *, keep: bool) -> None:
         self._running.release(sequence, keep=keep)
-        self._bisection.discard(sequence)
         if sequence.times.cancelled_at is not None and not keep:
             self._freed.append(sequence)
 
@@ -811,7 +792,7 @@ class Scheduler:
         )
         self._freed = []
         self._stats.end_of_work()
-        culprit = self._bisection.crashed(suspects)
+        culprit = self._planner.bisection.crashed(suspects)
         if culprit is not None:
             self.finish(culprit, DecodeFailed(f"this request made the engine fail twice: {reason}"))
         await self._restart_engine()
@@ -823,7 +804,7 @@ class Scheduler:
             self._stopped = True
             self._idle.set()
             await trio.sleep_forever()
-        await self._engine.restart_until_ready(self._bisection.n_crashes, self._on_engine_unavailable)
+        await self._engine.restart_until_ready(self._planner.bisection.n_crashes, self._on_engine_unavailable)
         if isinstance(self._refusal, ModelUnavailable):
             self._refusal = None
 

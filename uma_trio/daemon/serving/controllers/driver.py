@@ -103,6 +103,8 @@ class ControllerDriver:
         """Durations of the latest ``post_pre`` and of the latest ``mid``."""
         self._skipped = 0
         """Steps that controllers skipped, because they took too long."""
+        if runtime is not None:
+            runtime.on_change, runtime.on_unused = self._runtime_changed, self._drop_unused
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
@@ -131,6 +133,11 @@ class ControllerDriver:
         """Steer ``sequence``, the first of ``request``; returns its sequences, a list that grows with each fork."""
         return self._controlled.begin(sequence, request)
 
+    def _drop_unused(self, name: str) -> None:
+        """The runtime has started a controller for a request that was cancelled meanwhile."""
+        assert self._runtime is not None
+        self.drop_unused(ControlledRequest(name=name, generation=self._runtime.generation))
+
     def drop_unused(self, request: ControlledRequest) -> None:
         """Make the runtime drop the controller of ``request``, which ended before it had a sequence."""
         if self._is_current(request):
@@ -157,7 +164,7 @@ class ControllerDriver:
         runtime = self._runtime
         return runtime is not None and runtime.is_usable and runtime.generation == request.generation
 
-    def runtime_changed(self) -> None:
+    def _runtime_changed(self) -> None:
         """The runtime has died or was restarted: end the sequences whose controllers died with their runtime."""
         assert self._runtime is not None
         lost = [each for each in self._controlled if not self._is_current(control_of(each).request)]
