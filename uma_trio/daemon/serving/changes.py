@@ -13,8 +13,36 @@ from uma_trio.daemon.serving.new_tokens import NewTokens, TokenToBytes, append_f
 from uma_trio.daemon.serving.sequence import Sequence, TokenLog
 from uma_trio.daemon.serving.steering import TAIL_TOKENS, Steering, called_already, ends_sentence
 from uma_trio.daemon.store.answer_log import Change
+from uma_trio.errors import BadRequest
 from uma_trio.protocol.answers import Steered
 from uma_trio.protocol.usage import Insertion
+
+
+def check_steering(sequence: Sequence, steering: Steering) -> None:
+    """Raise BadRequest if ``sequence`` cannot be changed so."""
+    query = steering.query
+    if sequence.control.steers:
+        raise BadRequest("a controller makes this answer: only the controller can steer it", field="request_id")
+    if sequence.bounds.steering is not None:
+        raise BadRequest("an earlier change of this answer is not made yet: wait for its event", field="request_id")
+    field = "text" if query.message is None else "message"
+    if steering.tokens and sequence.sampling.grammar is not None:
+        raise BadRequest("a constraint or tool call decides what may follow: nothing can be inserted", field=field)
+    if query.message is not None and not sequence.request.stream:
+        raise BadRequest(
+            "only a streamed answer can be interrupted by a message: cancel it, and ask again", field=field
+        )
+    if query.message is not None and sequence.has_called:
+        raise called_already()
+    if (query.max_tokens or 0) > sequence.max_tokens:
+        raise BadRequest(f"this answer has room for max_tokens {sequence.max_tokens}", field="max_tokens")
+    n_left = (query.max_tokens or sequence.bounds.token_limit) - len(sequence.tokens) - 1
+    if len(steering.tokens) >= max(1, n_left):
+        raise BadRequest(
+            f"{field} has {len(steering.tokens)} tokens, and the answer has room for {max(0, n_left - 1)} more: "
+            f"shorten the {field}, or begin the request with larger max_tokens",
+            field=field,
+        )
 
 
 def steer(new: NewTokens, steering: Steering, token_to_bytes: TokenToBytes) -> None:

@@ -25,7 +25,7 @@ from uma_trio.daemon.scheduling.lost_time import LostTime
 from uma_trio.daemon.scheduling.rest import Rest, rest_of
 from uma_trio.daemon.scheduling.timings import StepTimings
 from uma_trio.daemon.scheduling.view import Priority
-from uma_trio.daemon.serving.changes import append_known
+from uma_trio.daemon.serving.changes import append_known, check_steering
 from uma_trio.daemon.serving.controllers.driver import MAX_WAIT_S, ControllerDriver
 from uma_trio.daemon.serving.embedding import EmbeddingQueue, PendingEmbeddings
 from uma_trio.daemon.serving.energy_use import EnergyUse
@@ -39,7 +39,7 @@ from uma_trio.daemon.serving.queue import RunningSet, WaitingQueue, cache_for
 from uma_trio.daemon.serving.request import PreparedRequest, adapters_of, admit
 from uma_trio.daemon.serving.sequence import Sequence, State
 from uma_trio.daemon.serving.stats import Stats, adapters_in_use, backlog_of
-from uma_trio.daemon.serving.steering import Steering, called_already
+from uma_trio.daemon.serving.steering import Steering
 from uma_trio.daemon.serving.step import (
     CompletedStep,
     InFlightStep,
@@ -52,7 +52,6 @@ from uma_trio.engine_link.messages import EngineDied, LoadError, ModelInfo, Revo
 from uma_trio.engine_link.tokens import TokenIds
 from uma_trio.errors import (
     AnswerNotFound,
-    BadRequest,
     DecodeFailed,
     KvFull,
     ModelUnavailable,
@@ -303,29 +302,7 @@ class Scheduler:
         Raises:
             BadRequest: it cannot be changed so.
         """
-        query = steering.query
-        if sequence.control.steers:
-            raise BadRequest("a controller makes this answer: only the controller can steer it", field="request_id")
-        if sequence.bounds.steering is not None:
-            raise BadRequest("an earlier change of this answer is not made yet: wait for its event", field="request_id")
-        field = "text" if query.message is None else "message"
-        if steering.tokens and sequence.sampling.grammar is not None:
-            raise BadRequest("a constraint or tool call decides what may follow: nothing can be inserted", field=field)
-        if query.message is not None and not sequence.request.stream:
-            raise BadRequest(
-                "only a streamed answer can be interrupted by a message: cancel it, and ask again", field=field
-            )
-        if query.message is not None and sequence.has_called:
-            raise called_already()
-        if (query.max_tokens or 0) > sequence.max_tokens:
-            raise BadRequest(f"this answer has room for max_tokens {sequence.max_tokens}", field="max_tokens")
-        n_left = (query.max_tokens or sequence.bounds.token_limit) - len(sequence.tokens) - 1
-        if len(steering.tokens) >= max(1, n_left):
-            raise BadRequest(
-                f"{field} has {len(steering.tokens)} tokens, and the answer has room for {max(0, n_left - 1)} more: "
-                f"shorten the {field}, or begin the request with larger max_tokens",
-                field=field,
-            )
+        check_steering(sequence, steering)
         sequence.bounds.steering = steering
         self._revoke_ahead_of(sequence)
         self.wake()
