@@ -16,7 +16,7 @@ from tests.support.profile import sampled
 from tests.support.serving import settings, token_to_bytes
 from uma_trio import errors
 from uma_trio.daemon.prompts.prompt import Prompt
-from uma_trio.daemon.serving.planning import MAX_DELAY_MS
+from uma_trio.daemon.serving.in_flight import MAX_DELAY_MS
 from uma_trio.daemon.serving.request import PreparedRequest
 from uma_trio.daemon.serving.scheduler import Scheduler
 from uma_trio.daemon.serving.sequence import Sequence as Answer

@@ -58,10 +58,6 @@ MASK_TIMEOUT_MS: Final = 10.0
 LONG_MASK_TIMEOUT_MS: Final = 1000.0
 """The same where that is impossible, because the memory cannot be truncated: then the sequence fails."""
 
-MAX_DELAY_MS: Final = 3.0
-"""A new request may wait this long for a step that runs ahead.  A longer one is revoked: the device waits for about 1 ms then,
-and the first token of the request comes a step earlier.  On an H200 loads of 8 and 32 clients ended sooner so."""
-
 
 class NoStep(enum.Enum):
     """Why there is no next step now."""
@@ -487,8 +483,3 @@ class StepPlanner:
 def _often_forced(decodes: abc.Sequence[Sequence]) -> bool:
     """Whether to know what grammars force before the next step is planned: if that helps half of the sequences."""
     return 2 * sum([sequence.often_forced for sequence in decodes]) >= max(1, len(decodes))
-
-
-def delays_requests(step: InFlightStep) -> bool:
-    """Whether a new request would wait too long for ``step``, which runs ahead."""
-    return step.plan.predicted_ms > MAX_DELAY_MS

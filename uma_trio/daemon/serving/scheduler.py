@@ -21,7 +21,6 @@ from uma_trio.config import MB, Config
 from uma_trio.daemon.aici.exchange import ControllerRuntime
 from uma_trio.daemon.engines.supervisor import SupervisedEngine
 from uma_trio.daemon.scheduling.cost import CostModel
-from uma_trio.daemon.scheduling.lost_time import LostTime
 from uma_trio.daemon.scheduling.rest import Rest, rest_of
 from uma_trio.daemon.scheduling.timings import StepTimings
 from uma_trio.daemon.scheduling.view import Priority
@@ -31,10 +30,11 @@ from uma_trio.daemon.serving.embedding import EmbeddingQueue, PendingEmbeddings
 from uma_trio.daemon.serving.energy_use import EnergyUse
 from uma_trio.daemon.serving.explaining import Explainer, SpellEach
 from uma_trio.daemon.serving.forecasting import Forecaster
+from uma_trio.daemon.serving.in_flight import InFlightSteps
 from uma_trio.daemon.serving.new_tokens import NewTokens, TokenToBytes
 from uma_trio.daemon.serving.offload import InThread, Offloader
 from uma_trio.daemon.serving.output import send_prompt, send_tokens
-from uma_trio.daemon.serving.planning import NoStep, StepPlanner, delays_requests
+from uma_trio.daemon.serving.planning import NoStep, StepPlanner
 from uma_trio.daemon.serving.queue import RunningSet, WaitingQueue, cache_for
 from uma_trio.daemon.serving.request import PreparedRequest, adapters_of, admit
 from uma_trio.daemon.serving.sequence import Sequence, State
@@ -44,7 +44,6 @@ from uma_trio.daemon.serving.step import (
     CompletedStep,
     InFlightStep,
     PlannedStep,
-    build_step,
     complete_step,
 )
 from uma_trio.daemon.store.memory_states import MemoryStates
@@ -118,6 +117,7 @@ class Scheduler:
         self._running = RunningSet(self.cache, self.offloader, self.telemetry)
         self._waiting = WaitingQueue(self._running, config.limits.max_queue)
         self._embeddings = EmbeddingQueue(self.info, config.limits.max_queue, self._leave)
+        self._steps = InFlightSteps(engine)
         self._controllers = ControllerDriver(runtime, engine, self._running, self)
         self._planner = StepPlanner(
             info=self.info,
@@ -139,14 +139,8 @@ class Scheduler:
         self._rest = rest_of(config.scheduling.power_limit, counts_energy=meter is not None)
         """Chooses pauses between steps; ``None``: there is no limit of power."""
         self._explainer = Explainer(spell_each or (lambda tokens: [token_to_bytes(token) for token in tokens]))
-        self._lost_time = LostTime()
         self.on_step: Callable[[], None] | None = None
         """Called in every tick, when what the KV cache holds may have changed."""
-        self._in_flight: list[InFlightStep] = []
-        """The step that computes, and perhaps one that runs ahead."""
-        self._freed: list[Sequence] = []
-        """Cancelled sequences whose tokens leave the KV cache with the next step."""
-        self._n_steps = 0
         self._wake = trio.Event()
         self._idle = trio.Event()
         self._refusal: UmaError | None = None
@@ -187,7 +181,7 @@ class Scheduler:
             if sequence.state is not State.FINISHED:
                 self._forecaster.arrived(sequence)
         if sequences[0].priority is not Priority.BACKGROUND:
-            self._interrupt()
+            self._steps.interrupt()
         has_place = any(each in self._running for each in sequences) or self._running.room().has_spare
         if has_place or self._planner.preempts_at <= trio.current_time():
             self.wake()
@@ -292,7 +286,7 @@ class Scheduler:
         """
         if sequence.state is not State.FINISHED:
             sequence.times.cancelled_at = trio.current_time()
-            self._revoke_ahead_of(sequence)
+            self._steps.revoke_ahead_of(sequence)
             self.wake()
             self.finish(sequence, reason)
 
@@ -304,7 +298,7 @@ class Scheduler:
         """
         check_steering(sequence, steering)
         sequence.bounds.steering = steering
-        self._revoke_ahead_of(sequence)
+        self._steps.revoke_ahead_of(sequence)
         self.wake()
 
     def wake(self) -> None:
@@ -312,9 +306,7 @@ class Scheduler:
 
         A step that runs ahead was planned without knowing it.  A short one is let run.
         """
-        ahead = self._ahead
-        if ahead is not None and delays_requests(ahead):
-            self._revoke(ahead)
+        self._steps.revoke_long_ahead()
         self.end_wait()
 
     def end_wait(self) -> None:
@@ -323,32 +315,7 @@ class Scheduler:
 
     def revoke_ahead(self) -> None:
         """Withdraw the run-ahead step, if there is one."""
-        if (ahead := self._ahead) is not None:
-            self._revoke(ahead)
-
-    def _revoke_ahead_of(self, sequence: Sequence) -> None:
-        """Withdraw the run-ahead step, if it computes something of ``sequence``."""
-        ahead = self._ahead
-        if ahead is not None and ahead.row_of(sequence) is not None:
-            self._revoke(ahead)
-
-    def _interrupt(self) -> None:
-        """End the step that computes, if it gives way to a request that has just come."""
-        step = self._in_flight[0] if self._in_flight else None
-        if step is None or step.revoked or not step.gives_way:
-            return
-        if self._lost_time.may_lose(1e3 * (trio.current_time() - step.began_at)):
-            self._revoke(step)
-
-    @property
-    def _ahead(self) -> InFlightStep | None:
-        """The step that runs ahead and was not revoked; the first step in flight has begun."""
-        ahead = self._in_flight[-1] if len(self._in_flight) > 1 else None
-        return None if ahead is None or ahead.revoked else ahead
-
-    def _revoke(self, step: InFlightStep) -> None:
-        step.revoked = True
-        self._engine.link.revoke(step.number)
+        self._steps.revoke_ahead()
 
     @property
     def n_threads(self) -> int:
@@ -449,7 +416,7 @@ class Scheduler:
                 self._deliver(each)
             await self._pause(self._rest, completed)
             completed = []
-        if not self._in_flight:
+        if self._steps.begun is None:
             await self._advance_copies()
             self._submit(self._planner.next_step())
         elif not any(new.is_urgent for each in completed for new in each.new_tokens):
@@ -459,7 +426,7 @@ class Scheduler:
         self._report_forecasts()
         if self.on_step is not None:
             self.on_step()
-        if self._in_flight:
+        if self._steps.begun is not None:
             self._run_ahead()
         elif not (self._controllers and self._controllers.has_admitted):
             self._stats.end_of_work()
@@ -477,8 +444,9 @@ class Scheduler:
 
     def _run_ahead(self) -> None:
         """Submit the step after the one that computes, unless one is there."""
-        if len(self._in_flight) == 1 and self._rest is None:
-            self._submit(self._planner.step_ahead(self._in_flight[0]))
+        step = self._steps.begun
+        if step is not None and self._steps.ahead is None and self._rest is None:
+            self._submit(self._planner.step_ahead(step))
 
     async def _advance_copies(self) -> None:
         """Wait a moment until the next step can have the copy that a request waits for, or until the copy has ended.
@@ -509,7 +477,7 @@ class Scheduler:
         for each in completed:
             self._deliver_tokens(each, controlled=True)
             self._controllers.step_completed(each.step)
-        if self._in_flight:
+        if self._steps.begun is not None:
             return
         until = trio.current_time() + MAX_WAIT_S
         self._controllers.advance()
@@ -521,19 +489,21 @@ class Scheduler:
 
     async def _complete(self) -> list[CompletedStep]:
         """Wait for the engine, and note what the next plan must know; clients get the tokens later."""
-        if not self._in_flight:
+        step = self._steps.begun
+        if step is None:
             return []
         completed: list[CompletedStep] = []
         failure: str | None = None
         try:
-            for answer in await self._engine.receive(self._in_flight[0].plan.predicted_ms / 1e3):
-                if not self._in_flight or answer.number != self._in_flight[0].number:
+            for answer in await self._engine.receive(step.plan.predicted_ms / 1e3):
+                step = self._steps.begun
+                if step is None or answer.number != step.number:
                     continue  # the step ran ahead of one that failed
                 match answer:
                     case StepOutput():
-                        completed.append(self._complete_step(self._in_flight.pop(0), answer))
+                        completed.append(self._complete_step(step, answer))
                     case Revoked():
-                        self._undo_revoked(self._in_flight.pop(0), began=answer.began)
+                        self._undo_revoked(step, began=answer.began)
                     case StepFailed():
                         failure = answer.reason
                         break
@@ -549,12 +519,12 @@ class Scheduler:
 
     def _complete_step(self, step: InFlightStep, output: StepOutput) -> CompletedStep:
         now = trio.current_time()
-        planned = step.planned
+        self._steps.next_begins(now)
+        planned, ahead = step.planned, self._steps.begun
         if planned.transfer is not None:
             self.offloader.complete(planned.transfer, output)
         if planned.embedding is not None:
             self._embeddings.complete(planned.embedding, output)
-        ahead = self._in_flight[0] if self._in_flight else None
         for each in step.rows:
             alone, shared = each.n_steps
             each.n_steps = (alone + 1, shared) if len(step.rows) == 1 else (alone, shared + 1)
@@ -574,12 +544,10 @@ class Scheduler:
             if new.reason is not None:
                 self._release(new.sequence, keep=not isinstance(new.reason, UmaError))
         self._release_finished(step)
-        if ahead is not None:
-            ahead.began_at = now
         completed = CompletedStep(step, output, new_tokens, now)
         self._planner.completed(completed)
         if step.planned.gives_way:
-            self._lost_time.completed(completed.duration_ms)
+            self._steps.lost_time.completed(completed.duration_ms)
         if self._planner.last_was_outlier:
             self._learn(completed)
         return completed
@@ -592,18 +560,17 @@ class Scheduler:
 
     def _undo_revoked(self, step: InFlightStep, *, began: bool) -> None:
         """``step`` was withdrawn; if it had begun, its KV operations are done."""
+        now = trio.current_time()
+        self._steps.next_begins(now)
         self._controllers.step_revoked(step)
         self._planner.undo(step.planned, began=began)
         if began:
-            now = trio.current_time()
-            self._lost_time.interrupted(1e3 * (now - step.began_at))
+            self._steps.lost_time.interrupted(1e3 * (now - step.began_at))
             self.telemetry.interrupted_steps_total += 1
             self._stats.record_freed(step.freed, step.began_at)
             self._stats.end_of_work()
-            if self._in_flight:
-                self._in_flight[0].began_at = now
         else:
-            self._freed[:0] = step.freed
+            self._steps.free_later(step)
         self._release_finished(step)
 
     def _release_finished(self, step: InFlightStep) -> None:
@@ -618,14 +585,10 @@ class Scheduler:
         """Send the next step to the engine, if there is one.  The engine computes it after the step in flight."""
         if isinstance(planned, NoStep):
             return
-        in_flight = self._in_flight[0] if self._in_flight else None
-        freed, self._freed = self._freed, []
-        self._n_steps += 1
-        step, message = build_step(planned, self._n_steps, freed, in_flight=in_flight)
+        step, message = self._steps.add(planned)
         for sequence in step.rows:
             if (grammar := sequence.sampling.grammar) is not None:
                 self._engine.link.define_grammar(grammar.key, grammar.source)
-        self._in_flight.append(step)
         if self._controllers:
             self._controllers.attach_masks(step, message)
         self._engine.link.submit(message)
@@ -710,8 +673,8 @@ class Scheduler:
         was_cancelled = sequence.times.cancelled_at is not None
         # a session goes on from what its client has seen, also of an answer that was cancelled
         keep = sequence.keep_computed and (not was_cancelled or (sequence.durable and bool(sequence.tokens)))
-        computing = [step for step in self._in_flight if step.row_of(sequence) is not None]
-        if keep and computing and computing == self._in_flight[:1] and not computing[0].revoked:
+        computing = [step for step in self._steps if step.row_of(sequence) is not None]
+        if keep and computing and computing == [self._steps.begun] and not computing[0].revoked:
             assert sequence.allocation is not None
             self.cache.advance(sequence.allocation, computing[0].rows[sequence].end)
             computing = []
@@ -721,7 +684,7 @@ class Scheduler:
     def _release(self, sequence: Sequence, *, keep: bool) -> None:
         self._running.release(sequence, keep=keep)
         if sequence.times.cancelled_at is not None and not keep:
-            self._freed.append(sequence)
+            self._steps.free(sequence)
 
     # -- waiting, for the engine and for work ---------------------------------------------------
 
@@ -748,26 +711,24 @@ class Scheduler:
         The sequences of the fatal step are retried in halves, until the one that kills the engine is alone.
         """
         suspects: dict[Sequence, int] = {}
-        for step in self._in_flight:
+        steps, freed = self._steps.lost()
+        for step in steps:
             if step.planned.transfer is not None:
                 self.offloader.complete(step.planned.transfer, None)
             suspects |= {each: row.end for each, row in step.rows.items() if each.state is not State.FINISHED}
-        in_flight, self._in_flight = self._in_flight, []
-        chunks = [step.planned.embedding for step in in_flight if step.planned.embedding is not None]
+        chunks = [step.planned.embedding for step in steps if step.planned.embedding is not None]
         self._embeddings.lost(chunks[0] if chunks else None)
         if not self._stopping:  # otherwise ``stop`` has ended it
             log.error("the engine failed", reason=reason, sequences=len(suspects), restarts=self._engine.restarts)
-        for sequence in chain.from_iterable([step.rows for step in in_flight]):
+        for sequence in chain.from_iterable([step.rows for step in steps]):
             if sequence.state is State.FINISHED and sequence.allocation is not None:
                 self._release(sequence, keep=False)
         self._running.restart()
         if self.on_step is not None:
             self.on_step()
         self._controllers.steps_lost()
-        self._stats.record_freed(
-            [*self._freed, *chain.from_iterable([s.freed for s in in_flight])], trio.current_time()
-        )
-        self._freed = []
+        freed = [*freed, *chain.from_iterable([step.freed for step in steps])]
+        self._stats.record_freed(freed, trio.current_time())
         self._stats.end_of_work()
         culprit = self._planner.bisection.crashed(suspects)
         if culprit is not None:
@@ -802,7 +763,7 @@ class Scheduler:
 
     @property
     def _is_busy(self) -> bool:
-        return bool(self._waiting or self._running or self._embeddings or self.cache.has_ops or self._in_flight)
+        return bool(self._waiting or self._running or self._embeddings or self.cache.has_ops or self._steps.begun)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless sequences, reservations and steps add up."""

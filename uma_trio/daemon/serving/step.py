@@ -129,15 +129,12 @@ class InFlightStep:
     revoked: bool = False
     """The engine was asked not to begin it."""
     began_at: float = attrs.field(factory=trio.current_time)
+    plan: Plan = attrs.field(default=attrs.Factory(lambda self: self.planned.plan, takes_self=True), init=False)
 
     @property
     def gives_way(self) -> bool:
         """It can be computed again later as if it had not begun: nobody counts on what it computes."""
         return self.planned.gives_way and not any(each.state is State.FINISHED for each in self.rows)
-
-    @property
-    def plan(self) -> Plan:
-        return self.planned.plan
 
     @property
     def completed_at(self) -> float:

@@ -108,7 +108,7 @@ class ControllerDriver:
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self._controlled or self._freed or self._unused or self._steps)
+        return bool(self._controlled.live or self._freed or self._unused or self._steps.begun or self._steps.ahead)
 
     def snapshot(self) -> dict[str, Any] | None:
         """Numbers for the metrics; ``None`` without a runtime."""

@@ -29,13 +29,10 @@ class MaskedSteps:
         self._engine = engine
         self.begun: InFlightStep | None = None
         """The step that has begun."""
-        self._ahead: InFlightStep | None = None
+        self.ahead: InFlightStep | None = None
         """The step that runs ahead.  Its masks are asked for when it begins."""
         self.has_asked = False
         """The masks of ``begun`` were requested, are ready, or will not come."""
-
-    def __bool__(self) -> bool:
-        return self.begun is not None or self._ahead is not None
 
     @property
     def keeps_masks(self) -> bool:
@@ -58,7 +55,7 @@ class MaskedSteps:
         if plain and not any(sequence.sampling.grammar for sequence in plain):
             message.mask_timeout_ms = SHORT_MASK_TIMEOUT_MS
         if step.runs_ahead:
-            self._ahead = step
+            self.ahead = step
         else:
             self.begun, self.has_asked = step, False
 
@@ -66,18 +63,18 @@ class MaskedSteps:
         """Forget ``step``, which is complete: the step that ran ahead of it has begun."""
         self.removed(step)
         if self.begun is None:
-            self.begun, self._ahead, self.has_asked = self._ahead, None, False
+            self.begun, self.ahead, self.has_asked = self.ahead, None, False
 
     def removed(self, step: InFlightStep) -> None:
         """Forget ``step``, which is no longer in flight."""
         if self.begun is step:
             self.begun = None
-        if self._ahead is step:
-            self._ahead = None
+        if self.ahead is step:
+            self.ahead = None
 
     def lost(self) -> None:
         """Forget all steps: the engine died."""
-        self.begun = self._ahead = None
+        self.begun = self.ahead = None
 
     def sampled(self, step: InFlightStep) -> list[Sequence]:
         """The controlled sequences that ``step`` samples."""
@@ -85,7 +82,7 @@ class MaskedSteps:
 
     def samples(self, sequence: Sequence) -> bool:
         """Whether a step in flight samples the next token of ``sequence``."""
-        rows = [step.rows.get(sequence) for step in (self.begun, self._ahead) if step is not None]
+        rows = [step.rows.get(sequence) for step in (self.begun, self.ahead) if step is not None]
         return any(row is not None and row.is_sampled for row in rows) and is_prefilled(sequence)
 
     def ready(self, step: InFlightStep, rows: Mapping[int, int]) -> None:

@@ -15,25 +15,26 @@ class ControlledSequences:
     """All controlled sequences that have not ended."""
 
     def __init__(self) -> None:
-        self._live: dict[int, Sequence] = {}
+        self.live: dict[int, Sequence] = {}
+        """By their ids, the oldest first."""
         self._answers: dict[ControlledRequest, list[Sequence]] = {}
         """All answers of the requests that have live ones, ended ones included."""
         self._last_id = 0
 
     def __len__(self) -> int:
-        return len(self._live)
+        return len(self.live)
 
     def __iter__(self) -> Iterator[Sequence]:
         """The live ones, the oldest first; they may end meanwhile."""
-        return iter([*self._live.values()])
+        return iter([*self.live.values()])
 
     def get(self, id: int) -> Sequence | None:
         """The sequence of this id, unless it has ended."""
-        return self._live.get(id)
+        return self.live.get(id)
 
     def in_phase(self, *phases: Phase) -> list[Sequence]:
         """The live sequences in one of ``phases``, the oldest first."""
-        return [each for each in self._live.values() if control_of(each).phase in phases]
+        return [each for each in self.live.values() if control_of(each).phase in phases]
 
     def by_request(self) -> Iterator[tuple[ControlledRequest, list[Sequence]]]:
         """Each request with its live sequences."""
@@ -49,7 +50,7 @@ class ControlledSequences:
         """Add the first sequence of ``request``; returns its sequences, a list that grows with each fork."""
         control = Control(request=request, id=self.new_id())
         sequence.index, sequence.control = 0, control
-        self._live[control.id] = sequence
+        self.live[control.id] = sequence
         self._answers[request] = [sequence]
         return self._answers[request]
 
@@ -61,7 +62,7 @@ class ControlledSequences:
         for _ in range(n):
             own = Control(request=control.request, id=self.new_id(), clone_of=control.id)
             fork = parent.fork(len(answers), own, trio.current_time())
-            self._live[own.id] = fork
+            self.live[own.id] = fork
             answers.append(fork)
             forks.append(fork)
         return forks
@@ -73,7 +74,7 @@ class ControlledSequences:
     def remove(self, sequence: Sequence) -> None:
         """``sequence`` has ended."""
         control = control_of(sequence)
-        del self._live[control.id]
+        del self.live[control.id]
         if all(other.state is State.FINISHED for other in self._answers[control.request]):
             del self._answers[control.request]
 
