@@ -18,8 +18,9 @@ from tests.support.profile import thorough
 from tests.support.runtime_contract import *  # noqa: F403
 from tests.support.runtime_contract import SCRIPTS
 from tests.support.wat_controllers import MID, PRE, controller, returning
-from uma_trio.aici_link.messages import Auth
+from uma_trio.aici_link.messages import Auth, MidOp, PostOp, PreOp
 from uma_trio.config import Aici
+from uma_trio.daemon.aici import link
 from uma_trio.daemon.aici.link import RuntimeStart
 from uma_trio.daemon.aici.supervisor import SupervisedRuntime
 from uma_trio.errors import ControllerFailed, ControllerNotFound, ControllerUnavailable
@@ -71,6 +72,123 @@ async def test_a_runtime_of_another_make_gets_shipped_controllers_when_it_can_ta
         await runtime.instantiate("two", "jsctrl", "", [1])
     assert [(each.tag, each.updated_by) for each in await runtime.get_tags()] == [("jsctrl", "uma-trio")]
     assert runtime.restarts == 0
+
+
+# -- a runtime that breaks the protocol -------------------------------------------------------------
+
+
+@pytest.fixture
+def breaking(nursery: trio.Nursery, tmp_path: Path) -> Callable[[str, str], SupervisedRuntime]:
+    """Makes a runtime of another make whose answers to one operation are wrong."""
+
+    def make(op: str, how: str) -> SupervisedRuntime:
+        script = ROOT / "tests" / "support" / "other_runtime.py"
+        program = tmp_path / "aicirt"
+        program.write_text(f'#!/bin/sh\nBREAKS="{op}:{how}" exec "{sys.executable}" "{script}" "$@"\n')
+        program.chmod(0o700)
+        runtime = SupervisedRuntime(runtime_start(tmp_path, executable=program, init_ms=100), max_tokens=1 << 16)
+        nursery.start_soon(runtime.run)
+        return runtime
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("cut", "not an answer of an AICI runtime"),
+        ("nonsense", "not an answer of an AICI runtime"),
+        ("wrong data", "not an answer of an AICI runtime"),
+        ("wrong type", "its type is 'maybe'"),
+        ("too long", "it writes a message of 4294967280 bytes"),
+    ],
+)
+async def test_a_step_whose_answer_is_wrong_ends_the_runtime(breaking, how: str, reason: str) -> None:
+    runtime = breaking("mid_process", how)
+    for restarts in range(2):  # the next one serves again, up to the same step
+        await runtime.instantiate("one", "digits", [5], [1])
+        before = runtime.post_pre([], [PreOp(1, "one")], [])
+        assert await before.wait(60), "the runtime hangs"
+        assert not before.failure
+        assert (runtime.generation, runtime.restarts) == (restarts + 1, restarts)
+        step = runtime.mid([MidOp(1)])
+        assert await step.wait(60), "the runtime hangs"
+        assert reason in step.failure
+        while runtime.restarts == restarts:
+            await trio.sleep(0.01)
+        assert reason in runtime.reason
+
+
+async def test_a_step_that_the_runtime_refuses_fails_alone(breaking) -> None:
+    runtime = breaking("mid_process", "an error")
+    await runtime.instantiate("one", "digits", [5], [1])
+    for _ in range(2):
+        step = runtime.mid([MidOp(1)])
+        assert await step.wait(60)
+        assert step.failure == "no idea"
+    assert runtime.restarts == 0
+
+
+async def test_an_answer_that_nobody_has_asked_for_ends_the_runtime(breaking) -> None:
+    runtime = breaking("mid_process", "twice")
+    await runtime.instantiate("one", "digits", [5], [1])
+    before = runtime.post_pre([], [PreOp(1, "one")], [])
+    assert await before.wait(60)
+    step = runtime.mid([MidOp(1)])
+    assert await step.wait(60)
+    assert not step.failure, "the first answer is right"
+    while runtime.is_usable:
+        await trio.sleep(0.01)
+    assert runtime.reason == "it answers what nobody has asked"
+
+
+@pytest.mark.parametrize(
+    ("op", "how", "reason"),
+    [
+        ("ping", "an error", "no idea"),
+        ("ping", "wrong data", "not an answer of an AICI runtime"),
+        ("tokens", "no words", "it has 0 tokens"),
+    ],
+)
+async def test_a_runtime_that_breaks_the_handshake_is_not_used(breaking, op: str, how: str, reason: str) -> None:
+    runtime = breaking(op, how)
+    with pytest.raises(ControllerUnavailable, match=reason):
+        await runtime.instantiate("one", "digits", [5], [1])
+    assert not runtime.is_usable
+
+
+@pytest.mark.parametrize("how", ["wrong data", "wrong type", "an error"])
+async def test_a_call_whose_answer_is_wrong_fails_alone(breaking, how: str) -> None:
+    runtime = breaking("instantiate", how)
+    for _ in range(2):
+        with pytest.raises(ControllerUnavailable, match=r"not an answer of an AICI runtime|no idea"):
+            await runtime.instantiate("one", "digits", [5], [1])
+    assert (runtime.is_usable, runtime.restarts) == (True, 0)
+
+
+async def test_an_answer_to_a_call_of_nobody_is_passed_over(breaking) -> None:
+    runtime = breaking("instantiate", "a stranger")
+    await runtime.instantiate("one", "digits", [5], [1])
+    await runtime.instantiate("two", "digits", [5], [1])
+    assert runtime.restarts == 0
+
+
+async def test_a_call_whose_answer_cannot_be_read_waits_for_the_watchdog(breaking, monkeypatch) -> None:
+    """The rest of the side channel goes on meanwhile: nobody knows which call it was."""
+    runtime = breaking("instantiate", "cut")
+    await runtime.get_tags()
+    monkeypatch.setattr(link, "SIDE_S", 1.0)
+    monkeypatch.setattr(link, "HANG_S", 1.0)
+    with pytest.raises(ControllerUnavailable, match="no answer for"):
+        await runtime.instantiate("one", "digits", [5], [1])
+
+
+async def test_a_message_that_does_not_fit_ends_the_runtime(breaking) -> None:
+    runtime = breaking("", "")
+    await runtime.instantiate("one", "digits", [5], [1])
+    step = runtime.post_pre([PostOp(1, [123456789] * 4_000_000)], [], [])
+    assert await step.wait(60)
+    assert "cannot send PostPreProcess: a message of" in step.failure
 
 
 def splice(backtrack: int, *tokens: int) -> str:

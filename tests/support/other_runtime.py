@@ -40,11 +40,10 @@ class Mailbox:
         self.free = posix_ipc.Semaphore(f"{name}-wr", posix_ipc.O_CREAT, initial_value=1)
         self.ready = posix_ipc.Semaphore(f"{name}-rd", posix_ipc.O_CREAT, initial_value=0)
 
-    def send(self, message: dict[str, Any]) -> None:
-        data = json.dumps(message).encode()
+    def send(self, message: bytes, length: int | None = None) -> None:
         self.free.acquire()
-        self.map[4 : 4 + len(data)] = data
-        self.map[:4] = struct.pack("<I", len(data))
+        self.map[4 : 4 + len(message)] = message
+        self.map[:4] = struct.pack("<I", len(message) if length is None else length)
         self.ready.release()
 
     def receive(self) -> dict[str, Any]:
@@ -130,10 +129,48 @@ def serve(command: Mailbox, response: Mailbox, answer: Answer) -> None:
         message = command.receive()
         rid = {"$rid": message["$rid"]} if "$rid" in message else {}
         try:
-            response.send({"type": "ok", "data": answer(message), **rid})
+            found = {"type": "ok", "data": answer(message), **rid}
         except (ValueError, OSError) as error:
             is_user_error = isinstance(error, ValueError)
-            response.send({"type": "error", "error": str(error), "is_user_error": is_user_error, **rid})
+            found = {"type": "error", "error": str(error), "is_user_error": is_user_error, **rid}
+        if message["op"] == BROKEN_OP:
+            send_broken(response, found, rid)
+        else:
+            response.send(encoded(found))
+
+
+def encoded(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode()
+
+
+BROKEN_OP, _, HOW = os.environ.get("BREAKS", "").partition(":")
+"""Which answers break the protocol, and how."""
+
+
+def send_broken(response: Mailbox, right: dict[str, Any], rid: dict[str, Any]) -> None:
+    data = encoded(right)
+    match HOW:
+        case "cut":
+            response.send(data[:-2])
+        case "nonsense":
+            response.send(b"\xff")
+        case "too long":
+            response.send(data, length=0xFFFFFFF0)
+        case "wrong data":
+            response.send(encoded({"type": "ok", "data": [], **rid}))
+        case "wrong type":
+            response.send(encoded({"type": "maybe", **rid}))
+        case "an error":
+            response.send(encoded({"type": "error", "error": "no idea", "is_user_error": False, **rid}))
+        case "no words":
+            response.send(encoded({"type": "ok", "data": {"vocab_size": 0}}))
+        case "twice":
+            response.send(data)
+            response.send(data)
+        case "a stranger":
+            response.send(encoded({"type": "ok", "data": [], "$rid": "nobody's"}))
+            response.send(encoded({"type": "ok", "data": []}))
+            response.send(data)
 
 
 def main() -> None:

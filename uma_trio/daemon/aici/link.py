@@ -266,18 +266,23 @@ class RuntimeLink:
         self.masks = MaskFile(self._channels.biases.fd, self._start.n_rows, size)
 
     async def _ask_main(self, request: MainRequest, kind: type[T]) -> T:
-        found: list[T] = []
+        answers: list[T] = []
+        failures: list[str] = []
         done = trio.Event()
 
         def answered(answer: T) -> None:
-            found.append(answer)
+            answers.append(answer)
             done.set()
 
-        self.exchange(request, kind, START_S, answered, lambda reason: done.set())
+        def failed(reason: str) -> None:
+            failures.append(reason)
+            done.set()
+
+        self.exchange(request, kind, START_S, answered, failed)
         await done.wait()
-        if not found:
-            raise RuntimeDied(self.reason)
-        return found[0]
+        if failures:
+            raise RuntimeDied(failures[0])
+        return answers[0]
 
     def exchange(
         self,
