@@ -11,7 +11,7 @@ from tests.support.profile import part
 from tests.support.random_adapters import two_adapters
 from tests.support.real_daemon import real_daemon
 from uma_trio import config
-from uma_trio.engine_link.messages import DraftInput
+from uma_trio.engine_link.messages import Draft, DraftInput
 from uma_trio.models.packaged import EMBEDDED
 
 SMALL = {"parallel": 4, "batch_tokens": 64, "threads": 1}
@@ -74,6 +74,24 @@ def test_cells_of_other_sequences_make_room(open_engine, prompts):
             [draft] = engine.draft([DraftInput(seq_id, at, prompt)], 0.0).drafts
             assert draft.n_held == at + 64
     assert drafts_after(engine, [*prompt, *prompt[:2]], 1, position=64).n_held == 0
+
+
+@pytest.mark.parametrize(("failing", "code", "reason"), [(0, -3, "code -3"), (2, 2, "aborted"), (2, 1, "no room")])
+def test_a_failed_call_costs_the_drafts_and_nothing_else(open_engine, prompts, monkeypatch, failing, code, reason):
+    """Of all sequences: what each has in the KV cache of the draft model is unknown then."""
+    engine = open_engine(ctx=1024)
+    inputs = [DraftInput(seq_id, 0, prompts[seq_id], 4) for seq_id in range(2)]
+    expected = engine.draft(inputs, 0.0)
+    context, calls = engine._drafter._context, iter(range(100))
+    decode = context.decode
+    monkeypatch.setattr(context, "decode", lambda batch: code if next(calls) >= failing else decode(batch))
+    failed = engine.draft([DraftInput(seq_id, 0, [*prompts[seq_id], 9], 4) for seq_id in range(2)], 0.0)
+    assert reason in failed.failure
+    assert failed.drafts == [Draft(0, 0, ()), Draft(1, 0, ())]
+    again = engine.draft(inputs, 0.0)  # on a new context, which is empty
+    assert again.failure is None
+    assert again.drafts == expected.drafts
+    assert again.n_tokens == sum(map(len, prompts[:2]))
 
 
 def test_another_vocabulary_is_refused(open_engine, tmp_path):
