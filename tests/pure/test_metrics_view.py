@@ -232,11 +232,11 @@ def test_several_daemons_and_their_sums():
         return {**counts, **tokens, "gen_throughput": 10.5, "cache_hit_rate": 0.25}
 
     answers = [("http://a", load(1, 900, 1000)), ("http://b", load(3, 100, 3000)), ("http://c", None)]
-    assert metrics_all.table([metrics_all.Found(*each) for each in answers]) == [
+    assert metrics_all.table([metrics_all.DaemonLoad(*each) for each in answers]) == [
         metrics_all.HEADER,
         ("http://a", "1", "1", "8", "600", "90 %", "10", "25 %"),
         ("http://b", "3", "1", "8", "600", "3 %", "10", "25 %"),
         ("http://c", *["-"] * 7),
         ("all 2 of 3", "4", "2", "16", "1,200", "25 %", "21", "-"),
     ]
-    assert metrics_all.table([metrics_all.Found("http://c", None)])[-1][1:] == ("0", "0", "0", "0", "-", "0", "-")
+    assert metrics_all.table([metrics_all.DaemonLoad("http://c", None)])[-1][1:] == ("0", "0", "0", "0", "-", "0", "-")

@@ -84,11 +84,11 @@ async def _describe(id: str | None, action: str | None, as_json: bool, socket: s
 
     async with open_client(socket) as client:
         if id is None:
-            found = await client.answers()
+            answers = await client.answers()
         else:
-            found = await client.answers("delete" if action == "delete" else "cancel", answer_id=id)
+            answers = await client.answers("delete" if action == "delete" else "cancel", answer_id=id)
     if as_json:
-        for each in found:
+        for each in answers:
             fields: dict[str, Any] = {name: value for name, value in attrs.asdict(each).items() if value is not None}
             click.echo(json.dumps(fields))
         return OK
@@ -97,9 +97,9 @@ async def _describe(id: str | None, action: str | None, as_json: bool, socket: s
         return each.answer_id, each.state, str(each.events), when(each.created_at)
 
     if id is not None:
-        note(f"{id} is deleted" if action == "delete" else f"{id} is {found[0].state}")
-    elif not found:
+        note(f"{id} is deleted" if action == "delete" else f"{id} is {answers[0].state}")
+    elif not answers:
         note("there are no detached answers; uma-trio ask --detach begins one")
     else:
-        print_table([("ID", "STATE", "EVENTS", "BEGUN"), *map(row, found)])
+        print_table([("ID", "STATE", "EVENTS", "BEGUN"), *map(row, answers)])
     return OK

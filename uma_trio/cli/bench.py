@@ -22,16 +22,16 @@ def _suite(folder: Path) -> click.Command:
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def without_checkout(folder: Path | None, arguments: tuple[str, ...]) -> None:
     """Run the benchmarks of a checkout, and write a report.  In a checkout this help is longer."""
-    found = folder or BENCHES
-    if not (found / "suite.py").exists():
+    benches = folder or BENCHES
+    if not (benches / "suite.py").exists():
         click.echo(
-            f"uma-trio bench: there are no benchmarks in {found}, since they are not part of the installed package: clone "
+            f"uma-trio bench: there are no benchmarks in {benches}, since they are not part of the installed package: clone "
             "the repository, run ./build_llama.sh --dev in it and uma-trio bench from there, or give the folder with "
             "--benches",
             err=True,
         )
         raise SystemExit(2)
-    _suite(found.resolve())(arguments, prog_name="uma-trio bench")
+    _suite(benches.resolve())(arguments, prog_name="uma-trio bench")
 
 
 command = _suite(BENCHES) if (BENCHES / "suite.py").exists() else without_checkout

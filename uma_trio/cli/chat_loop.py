@@ -226,18 +226,18 @@ class Chat:
     def _open_session(self, name: str) -> None:
         """Load what the daemon knows of a session, and show its last turn."""
         try:
-            found = self._query(lambda client: client.transcript(name, model=self._fields.get("model")))
+            transcript = self._query(lambda client: client.transcript(name, model=self._fields.get("model")))
         except ServerError as error:
             if error.code != "E_SESSION_NOT_FOUND":
                 raise
             note(f"a new session {printable(name)}")
             return
-        info = found.session
+        info = transcript.session
         turns = "1 turn" if info.turns == 1 else f"{info.turns:,} turns"
         note(f"session {printable(name)}: {turns}, {info.tokens:,} tokens")
-        if found.text is not None:
+        if transcript.text is not None:
             note("it continues plain prompts, so it cannot continue a chat: begin another one")
-        messages = [as_fields(each) for each in found.messages]
+        messages = [as_fields(each) for each in transcript.messages]
         self._conversation.messages = messages
         if self._is_terminal and self._conversation.last_question is not None:
             note("> " + printable(self._conversation.last_question))
@@ -268,14 +268,14 @@ class Chat:
             if self._conversation.session is not None:
                 note("a session stays with its model: begin another conversation with /new first")
                 return
-            found = run(load_with_progress, name, self._socket)
+            loaded = run(load_with_progress, name, self._socket)
         except ClientError as error:
             self._fail(error)
         except KeyboardInterrupt:
             note("the model is as before")
         else:
             self._fields["model"] = name
-            note(f"{found.name} answers from now on")
+            note(f"{loaded.name} answers from now on")
 
     def _attach(self, kind: Kind, name: str) -> None:
         files = self._conversation.files

@@ -76,15 +76,15 @@ def upload(file: Path, tags: tuple[str, ...], as_json: bool, socket: str | None)
         )
 
     async def do(client: Client) -> dict[str, Any]:
-        found = await client.upload_controller(wasm, keep_alive=True)
-        assert found.module_id is not None
+        stored = await client.upload_controller(wasm, keep_alive=True)
+        assert stored.module_id is not None
         if tags:
-            await client.tag_controller(found.module_id, tags, keep_alive=True)
+            await client.tag_controller(stored.module_id, tags, keep_alive=True)
         return {
-            "module_id": found.module_id,
-            "wasm_size": found.wasm_size,
-            "compiled_size": found.compiled_size,
-            "time_ms": found.time_ms,
+            "module_id": stored.module_id,
+            "wasm_size": stored.wasm_size,
+            "compiled_size": stored.compiled_size,
+            "time_ms": stored.time_ms,
             "tags": [*tags],
         }
 

@@ -72,15 +72,15 @@ class Text(click.types.StringParamType):
     """
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        found = super().convert(value, param, ctx)
-        if isinstance(found, str) and any("\ud800" <= character <= "\udfff" for character in found):
-            data = os.fsencode(found)
+        text = super().convert(value, param, ctx)
+        if isinstance(text, str) and any("\ud800" <= character <= "\udfff" for character in text):
+            data = os.fsencode(text)
             try:
                 return data.decode()  # the locale says another encoding than UTF-8
             except UnicodeDecodeError as error:
                 shown = data.decode(errors="replace")
                 self.fail(f"{shown!r} is not UTF-8 (byte {error.start}); convert it, or pipe it in", param, ctx)
-        return found
+        return text
 
 
 class Number(click.FloatRange):

@@ -46,20 +46,20 @@ def command(id: str, model: str | None, as_json: bool, socket: str | None) -> No
 
     with reporting_errors("explain", socket):
         run(say_which_daemon, "explain", socket)
-        found = run(partial(asked, socket, wait_s=0), lambda client: client.explain(id, model=model))
+        explanation = run(partial(asked, socket, wait_s=0), lambda client: client.explain(id, model=model))
     if as_json:
         import json
 
-        click.echo(json.dumps(to_fields(found)))
+        click.echo(json.dumps(to_fields(explanation)))
     else:
-        click.echo("\n".join(in_words(found)))
+        click.echo("\n".join(in_words(explanation)))
 
 
-def in_words(found: Explanation) -> list[str]:
+def in_words(explanation: Explanation) -> list[str]:
     """The lines that people read."""
-    lines = [f"{found.cached_tokens} of {found.prompt_tokens} tokens of the prompt were in the KV cache"]
-    again = f"{found.again_tokens} tokens were computed again, in about {found.cost_ms:.0f} ms"
-    match found.reason:
+    lines = [f"{explanation.cached_tokens} of {explanation.prompt_tokens} tokens of the prompt were in the KV cache"]
+    again = f"{explanation.again_tokens} tokens were computed again, in about {explanation.cost_ms:.0f} ms"
+    match explanation.reason:
         case "cached":
             lines.append("it goes on where an earlier prompt or answer ends: nothing was computed again")
         case "new":
@@ -68,26 +68,29 @@ def in_words(found: Explanation) -> list[str]:
             lines.append("the request has cache_prompt: false")
         case "not_shared":
             lines.append(
-                f"{found.common_tokens} tokens were there, but this request could not take all of them; {again}"
+                f"{explanation.common_tokens} tokens were there, but this request could not take all of them; {again}"
             )
         case "lost":
-            lines += [f"{found.common_tokens} tokens had been in the KV cache; {again}", _loss(found)]
+            lines += [f"{explanation.common_tokens} tokens had been in the KV cache; {again}", _loss(explanation)]
         case "changed":
-            lines += [f"it differs from an earlier prompt after {found.common_tokens} tokens; {again}", *_change(found)]
+            lines += [
+                f"it differs from an earlier prompt after {explanation.common_tokens} tokens; {again}",
+                *_change(explanation),
+            ]
     return lines
 
 
-def _loss(found: Explanation) -> str:
-    assert found.loss is not None
-    cause = CAUSES[found.loss.cause]
-    if found.loss.claimant is not None:
-        owner = "of yours" if found.loss.claimant == "you" else "of somebody else"
+def _loss(explanation: Explanation) -> str:
+    assert explanation.loss is not None
+    cause = CAUSES[explanation.loss.cause]
+    if explanation.loss.claimant is not None:
+        owner = "of yours" if explanation.loss.claimant == "you" else "of somebody else"
         cause = f"Another request {owner} {cause}"
-    return f"{cause}, {found.loss.ago_ms / 1e3:.1f} s ago"
+    return f"{cause}, {explanation.loss.ago_ms / 1e3:.1f} s ago"
 
 
-def _change(found: Explanation) -> list[str]:
-    change = found.change
+def _change(explanation: Explanation) -> list[str]:
+    change = explanation.change
     assert change is not None
     where = "" if change.message_index is None else f", in message {change.message_index} ({change.role})"
     return [

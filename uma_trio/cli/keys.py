@@ -137,13 +137,13 @@ def revoke(names: tuple[str, ...], file: Path | None) -> None:
         done: list[str] = []
         with editing(path) as tenants:
             for name in names:
-                found = without_keys(tenants, name)
-                if not found and name not in tenants:
+                revoked = without_keys(tenants, name)
+                if not revoked and name not in tenants:
                     fail(
                         "keys",
                         f"{name} is neither a tenant nor the id of a key in {path}; uma-trio keys list shows them",
                     )
-                done += found
+                done += revoked
         is_last = bool(done) and not any(tenant.keys for tenant in tenants.values())
     for key_id in done:
         click.echo(f"revoked {key_id}")
@@ -166,12 +166,12 @@ def _parse_quota(quota: str | None) -> dict[str, Any]:
         return {}
     tokens, _, period = quota.partition("/")
     try:
-        found: dict[str, Any] = {"token_quota": int(tokens.replace("_", "").replace(",", ""))}
+        quota_fields: dict[str, Any] = {"token_quota": int(tokens.replace("_", "").replace(",", ""))}
     except ValueError:
         raise click.UsageError(f"--quota {quota}: expected a number of tokens, such as 1000000/month") from None
     if period not in ("", "day", "month"):
         raise click.UsageError(f"--quota {quota}: a quota is for a day or a month, such as 1000000/month")
-    return {**found, "quota_period": period} if period else found
+    return {**quota_fields, "quota_period": period} if period else quota_fields
 
 
 def _row(tenant: Tenant, used: Mapping[tuple[str, str], int]) -> tuple[str, str, str, str]:

@@ -106,13 +106,13 @@ def _show_all(urls: Sequence[str], key_file: Path | None, as_json: bool) -> None
         key = None if key_file is None else read_text(key_file).strip()
     except (OSError, UnicodeDecodeError) as error:
         raise click.UsageError(f"--key-file {key_file}: {error}") from None
-    found = run(ask_all, urls, key, ANSWER_S)
+    daemons = run(ask_all, urls, key, ANSWER_S)
     if as_json:
-        for each in found:
+        for each in daemons:
             click.echo(json.dumps({"url": each.url, "load": each.load, "reason": each.reason}))
     else:
-        print_table(table(found))
-    silent = [each for each in found if each.load is None]
+        print_table(table(daemons))
+    silent = [each for each in daemons if each.load is None]
     for each in silent:
         click.echo(f"uma-trio metrics: {each.url}: {each.reason}", err=True)
     if silent:

@@ -24,7 +24,7 @@ SUMS: Final = (
 
 
 @attrs.frozen
-class Found:
+class DaemonLoad:
     """What a daemon said."""
 
     url: str
@@ -34,15 +34,15 @@ class Found:
     """Why not."""
 
 
-def table(found: Sequence[Found]) -> list[tuple[str, ...]]:
+def table(daemons: Sequence[DaemonLoad]) -> list[tuple[str, ...]]:
     """The lines of the table.  The last one has the sums of those that answered."""
-    loads = [each.load for each in found if each.load is not None]
+    loads = [each.load for each in daemons if each.load is not None]
     rows: list[tuple[str, ...]] = [HEADER]
-    for each in found:
+    for each in daemons:
         cells = ["-"] * (len(HEADER) - 1) if each.load is None else _cells(each.load, each.load)
         rows.append((each.url, *cells))
     sums = {name: sum(load[name] for load in loads) for name in SUMS}
-    rows.append((f"{ALL} {len(loads)} of {len(found)}", *_cells(sums, {})))
+    rows.append((f"{ALL} {len(loads)} of {len(daemons)}", *_cells(sums, {})))
     return rows
 
 
@@ -57,32 +57,32 @@ def _cells(load: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[str, ...]:
     return (*(f"{n:,}" for n in (running, waiting, places, backlog)), kv, f"{speed:,.0f}", cached)
 
 
-async def ask_all(urls: Sequence[str], key: str | None, limit_s: float) -> list[Found]:
+async def ask_all(urls: Sequence[str], key: str | None, limit_s: float) -> list[DaemonLoad]:
     """Ask all daemons at once, each for at most ``limit_s``; in the order of ``urls``."""
-    found: dict[str, Found] = {}
+    answers: dict[str, DaemonLoad] = {}
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     async with httpx2.AsyncClient(headers=headers, timeout=limit_s, follow_redirects=False) as http:
 
         async def ask(url: str) -> None:
             with trio.move_on_after(limit_s):
-                found[url] = await _ask(http, url)
+                answers[url] = await _ask(http, url)
 
         async with trio.open_nursery() as nursery:
             for url in urls:
                 nursery.start_soon(ask, url)
-    return [found.get(url, Found(url, None, f"no answer within {limit_s:g} s")) for url in urls]
+    return [answers.get(url, DaemonLoad(url, None, f"no answer within {limit_s:g} s")) for url in urls]
 
 
-async def _ask(http: httpx2.AsyncClient, url: str) -> Found:
+async def _ask(http: httpx2.AsyncClient, url: str) -> DaemonLoad:
     try:
         answer = await http.get(url.rstrip("/") + PATH)
     except (httpx2.TransportError, httpx2.InvalidURL) as error:
-        return Found(url, None, str(error) or type(error).__name__)
+        return DaemonLoad(url, None, str(error) or type(error).__name__)
     if answer.status_code != 200:
-        return Found(url, None, f"answers with the status {answer.status_code}")
+        return DaemonLoad(url, None, f"answers with the status {answer.status_code}")
     try:
         [load] = msgspec.json.decode(answer.content)["loads"]
         _cells(load, load)
     except (msgspec.DecodeError, LookupError, TypeError, ValueError):
-        return Found(url, None, f"its {PATH} is not that of a uma-trio daemon")
-    return Found(url, load)
+        return DaemonLoad(url, None, f"its {PATH} is not that of a uma-trio daemon")
+    return DaemonLoad(url, load)

@@ -244,9 +244,9 @@ def screen(samples: Sequence[Sample], *, notice: str, interval_s: float, width: 
         notice: what happened to the daemon, or nothing.
     """
     before, now = (samples[-2] if len(samples) > 1 else None), samples[-1]
-    found = rows(before, now)
+    figures = rows(before, now)
     running = _running(now, height)
-    fixed = 2 + 2 + 1 + len(found) + len(running)  # headers, one line for each chart, a blank line
+    fixed = 2 + 2 + 1 + len(figures) + len(running)  # headers, one line for each chart, a blank line
     chart_lines = max(1, min(MAX_CHART_LINES, 1 + (height - fixed) // 2))
     lines = [_header(now, interval_s, width), Text(notice, style="bold red")]
     for title, path, colour in (
@@ -256,7 +256,7 @@ def screen(samples: Sequence[Sample], *, notice: str, interval_s: float, width: 
         rates = [per_second(*pair, path) for pair in pairwise(samples)]
         lines += _chart(title, rates, colour, width, chart_lines)
     lines.append(Text())
-    lines += [_line(row) for row in found]
+    lines += [_line(row) for row in figures]
     lines += running
     for line in lines:
         line.truncate(width, overflow="ellipsis")

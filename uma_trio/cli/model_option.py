@@ -92,8 +92,8 @@ def _located_entries(
     located: list[ModelEntry] = []
     taken: set[str] = set()
     for entry in entries:
-        found = locate(entry.model, places, may_pull=may_pull)
-        name = bare_name(entry.name or found.name)
+        model = locate(entry.model, places, may_pull=may_pull)
+        name = bare_name(entry.name or model.name)
         for each in (name, *entry.alias):
             if each in taken:
                 raise ConfigError(f"two models are called {each}; give them different names in the list models")
@@ -103,7 +103,7 @@ def _located_entries(
             settings["draft_model"] = str(locate(settings["draft_model"], places, may_pull=may_pull).path)
         if settings.get("adapters"):
             settings["adapters"] = _located_adapters(settings["adapters"], places, may_pull=may_pull)
-        located.append(attrs.evolve(entry, model=str(found.path), name=name, settings=settings))
+        located.append(attrs.evolve(entry, model=str(model.path), name=name, settings=settings))
     return tuple(located)
 
 

@@ -90,7 +90,7 @@ def show(model: str, as_json: bool) -> None:
             summary = check_gguf(located.path)
             header = read_header(located.path)
     files = [located.path] if installed is None else installed.files
-    found = {
+    shown = {
         "name": located.name,
         "files": [str(file) for file in files],
         "size_bytes": summary.size_bytes,
@@ -106,20 +106,20 @@ def show(model: str, as_json: bool) -> None:
         "metadata": dict(header.values),
     }
     if as_json:
-        click.echo(json.dumps(found))
+        click.echo(json.dumps(shown))
         return
     from uma_trio.hub.variants import format_bytes
 
     metadata: dict[str, Any] = header.values
     rows = [
-        ("name", found["name"]),
+        ("name", shown["name"]),
         *(("file", each) for each in files),
         ("size", format_bytes(summary.size_bytes)),
-        ("kept by", found["origin"]),
-        ("from", found["source"]),
+        ("kept by", shown["origin"]),
+        ("from", shown["source"]),
         ("architecture", summary.architecture),
         ("purpose", f"it {IN_WORDS[summary.purpose]}"),
-        ("quantization", found["quantization"]),
+        ("quantization", shown["quantization"]),
         ("context", summary.context_length and f"{summary.context_length:,} tokens"),
         ("vocabulary", summary.n_vocab and f"{summary.n_vocab:,} tokens"),
         ("chat template", "yes" if "tokenizer.chat_template" in metadata else "no"),
@@ -151,7 +151,7 @@ def remove(model: str, yes: bool) -> None:
         reference, _ = resolve(model, places)
         models = _all(places)
         try:
-            found = find(reference, models, folder.aliases())
+            installed = find(reference, models, folder.aliases())
         except NotInstalled:
             unfinished = {state.name.lower(): (state.name, n_bytes) for state, n_bytes in folder.unfinished()}
             if str(reference).lower() not in unfinished:
@@ -165,20 +165,23 @@ def remove(model: str, yes: bool) -> None:
                 fail("models", f"{name} is being downloaded; stop that first")
             click.echo(f"removed the unfinished download of {name}", err=True)
             return
-        aliases = aliases_of(found, models, places)
-        if found.origin == "the package":
+        aliases = aliases_of(installed, models, places)
+        if installed.origin == "the package":
             known = f"; uma-trio models alias --remove {aliases[0]} forgets the alias" if aliases else ""
-            fail("models", f"{found.name} comes with the package, and goes with it{known}")
-        if found.origin != "uma-trio":
-            how = HOW_TO_REMOVE[found.origin].format(name=found.name, place=found.name_without_quantization)
-            fail("models", f"{found.name} belongs to {found.origin}; remove it with: {how}")
-        if {found.served_name, *aliases} & {*_served()}:
-            fail("models", f"a daemon serves {found.name}; stop it first, or: uma-trio models unload {found.name}")
-        what = f"{found.name}, {format_bytes(found.size_bytes)}"
+            fail("models", f"{installed.name} comes with the package, and goes with it{known}")
+        if installed.origin != "uma-trio":
+            how = HOW_TO_REMOVE[installed.origin].format(name=installed.name, place=installed.name_without_quantization)
+            fail("models", f"{installed.name} belongs to {installed.origin}; remove it with: {how}")
+        if {installed.served_name, *aliases} & {*_served()}:
+            fail(
+                "models",
+                f"a daemon serves {installed.name}; stop it first, or: uma-trio models unload {installed.name}",
+            )
+        what = f"{installed.name}, {format_bytes(installed.size_bytes)}"
         names = f" and the alias{'es' if len(aliases) > 1 else ''} {', '.join(aliases)}" if aliases else ""
         if not yes:
-            click.confirm(f"Delete {what}, in {found.path.parent}{names}?", abort=True, err=True)
-        folder.remove(found, aliases)
+            click.confirm(f"Delete {what}, in {installed.path.parent}{names}?", abort=True, err=True)
+        folder.remove(installed, aliases)
         click.echo(f"removed {what}{names}", err=True)
 
 
@@ -317,12 +320,12 @@ def _describe(model: InstalledModel, aliases: Sequence[str], served: Mapping[str
         problem = error.reason
     except OSError as error:
         problem = error.strerror
-    found = next((served[name] for name in (model.served_name, *aliases) if name in served), {})
-    state = found.get("state")
+    of_daemon = next((served[name] for name in (model.served_name, *aliases) if name in served), {})
+    state = of_daemon.get("state")
     return {
         "name": model.name,
         "size_bytes": model.size_bytes,
-        "quantization": model.quantization or found.get("quantization") or "",
+        "quantization": model.quantization or of_daemon.get("quantization") or "",
         "context_length": context,
         "origin": model.origin,
         "source": model.source,
@@ -330,7 +333,7 @@ def _describe(model: InstalledModel, aliases: Sequence[str], served: Mapping[str
         "aliases": [*aliases],
         "is_served": state in SERVED,
         "state": state,
-        "problem": problem or found.get("reason"),
+        "problem": problem or of_daemon.get("reason"),
     }
 
 

@@ -184,16 +184,16 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
             yield from (f"  {key:<22} {_text(each)}" for key, each in value.items() if not isinstance(each, dict))
 
 
-def _causes(found: dict[str, Any]) -> Iterator[str]:
+def _causes(explanation: dict[str, Any]) -> Iterator[str]:
     """The causes of each kind as a table, those with the most time first."""
-    yield from _lines({name: value for name, value in found.items() if name not in ("best", "causes")})
-    best = found["best"]
+    yield from _lines({name: value for name, value in explanation.items() if name not in ("best", "causes")})
+    best = explanation["best"]
     if best["prefill_tokens"] is not None:
         yield f"best_prefill             {best['prefill_tokens_per_s']:,} tokens/s, {best['prefill_tokens']} a tick"
     if best["decode_streams"] is not None:
         yield f"best_decode              {best['decode_tokens_per_s']:,} tokens/s, {best['decode_streams']} streams"
     for kind, title in (("work", "work at the best speed"), ("lost", "lost"), ("none", "no work")):
-        causes = [each for each in found["causes"] if each["kind"] == kind and each["seconds"] > 0]
+        causes = [each for each in explanation["causes"] if each["kind"] == kind and each["seconds"] > 0]
         seconds, share = (sum(each[field] for each in causes) for field in ("seconds", "share"))
         yield f"\n{title:<22} {seconds:>9,.3f} s {share:>6.1%}"
         for each in sorted(causes, key=lambda each: -each["seconds"]):

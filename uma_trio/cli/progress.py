@@ -111,15 +111,15 @@ async def load_with_progress(name: str, socket: str | Path | None) -> ModelDescr
         ClientError: the daemon cannot be reached, or the model cannot be loaded.
     """
     async with open_client(socket, wait_s=None) as client:
-        [found] = await client.models(model=name)
-    if found.state == "ready":
-        return found
+        [model] = await client.models(model=name)
+    if model.state == "ready":
+        return model
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_show_load, name, socket)
         async with open_client(socket) as client:
-            found = await client.manage_model("load", name)
+            model = await client.manage_model("load", name)
         nursery.cancel_scope.cancel()
-    return found
+    return model
 
 
 async def _show_load(name: str, socket: str | Path | None) -> None:

@@ -44,12 +44,12 @@ def command(as_json: bool, socket: str | None) -> None:
     path = socket_path(socket)
     with reporting_errors("ps", socket):
         try:
-            [found] = query(path, {"type": "models"}, timeout_s=ANSWER_S)
+            [answer] = query(path, {"type": "models"}, timeout_s=ANSWER_S)
             [metrics] = query(path, {"type": "metrics"}, timeout_s=ANSWER_S)
         except TimeoutError:
             fail("ps", f"the daemon at {path} does not answer")
     name_daemon("ps", path, metrics)
-    shown = rows(found["models"], metrics)
+    shown = rows(answer["models"], metrics)
     if as_json:
         click.echo(json.dumps(shown))
         return
@@ -62,13 +62,13 @@ def command(as_json: bool, socket: str | None) -> None:
             click.echo(f"{row['name']}: {row['reason']}", err=True)
 
 
-def _print(found: Sequence[tuple[str, ...]]) -> None:
+def _print(table: Sequence[tuple[str, ...]]) -> None:
     """Print a table; on a terminal that is too narrow for it, a list for each model."""
-    widths = [max(map(len, column)) for column in zip(HEADINGS, *found, strict=True)]
+    widths = [max(map(len, column)) for column in zip(HEADINGS, *table, strict=True)]
     if not sys.stdout.isatty() or sum(widths) + 2 * len(widths) <= shutil.get_terminal_size().columns:
-        print_table([HEADINGS, *found])
+        print_table([HEADINGS, *table])
         return
-    for number, row in enumerate(found):
+    for number, row in enumerate(table):
         click.echo("\n" * bool(number), nl=False)
         for heading, cell in zip(HEADINGS, row, strict=True):
             if cell:
@@ -83,7 +83,7 @@ def rows(models: Sequence[Mapping[str, Any]], snapshot: Mapping[str, Any]) -> li
         snapshot: of the metrics, whose first figures are those of one of the models.
     """
     counts = snapshot.get("models", {})
-    found = []
+    rows = []
     for model in models:
         count = counts.get(model["name"], {})
         metrics = count.get("metrics") or (snapshot if snapshot.get("model") == model["name"] else {})
@@ -91,7 +91,7 @@ def rows(models: Sequence[Mapping[str, Any]], snapshot: Mapping[str, Any]) -> li
             continue
         kv, is_ready = metrics.get("kv", {}), model["state"] == "ready"
         weights = {name: each["weights_bytes"] for name, each in metrics.get("devices", {}).items()}
-        found.append(
+        rows.append(
             {
                 "name": model["name"],
                 "aliases": model["aliases"],
@@ -111,7 +111,7 @@ def rows(models: Sequence[Mapping[str, Any]], snapshot: Mapping[str, Any]) -> li
                 "pinned": model.get("pinned", False),
             }
         )
-    return found
+    return rows
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:

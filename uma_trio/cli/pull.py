@@ -141,12 +141,12 @@ def suggesting(text: str, places: ModelLocations) -> Iterator[None]:
         raise NotInstalled(error.reason, there) from None
 
 
-def _print(found: dict[str, Any], as_json: bool) -> None:
+def _print(model: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        click.echo(json.dumps(found))
+        click.echo(json.dumps(model))
         return
-    click.echo(found["path"])
-    origin = found.get("origin", "uma-trio")
+    click.echo(model["path"])
+    origin = model.get("origin", "uma-trio")
     where = "" if origin == "uma-trio" else f", which {origin} keeps"
     if sys.stderr.isatty():
-        click.echo(f"This is {found['name']}{where}.  Serve it with: uma-trio serve --model {found['name']}", err=True)
+        click.echo(f"This is {model['name']}{where}.  Serve it with: uma-trio serve --model {model['name']}", err=True)

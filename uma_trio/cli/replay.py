@@ -131,13 +131,13 @@ async def ask_again(fields: dict[str, Any], socket: str | None) -> str:
     return name
 
 
-def in_words(found: Comparison) -> list[str]:
+def in_words(comparison: Comparison) -> list[str]:
     """The lines that people read."""
-    if found.equal:
-        return [f"equal: all {found.n_tokens} tokens"]
+    if comparison.equal:
+        return [f"equal: all {comparison.n_tokens} tokens"]
     where = (
         ""
-        if found.differs_at is None
-        else f" from token {found.differs_at} on: {found.was} was computed as {found.now}"
+        if comparison.differs_at is None
+        else f" from token {comparison.differs_at} on: {comparison.was} was computed as {comparison.now}"
     )
-    return [f"differs{where}", *[f"  {cause}" for cause in found.causes]]
+    return [f"differs{where}", *[f"  {cause}" for cause in comparison.causes]]

@@ -63,16 +63,16 @@ def not_empty(_: click.Context, __: click.Parameter, given: Any) -> Any:
 
 def _biases(given: tuple[str, ...]) -> dict[str, float] | None:
     """Parse ``ID=BIAS`` into the protocol's map.  The daemon checks the bounds."""
-    found = {}
+    biases = {}
     for each in given:
         token, _, bias = each.partition("=")
         try:
-            found[str(int(token))] = float(bias)
+            biases[str(int(token))] = float(bias)
         except ValueError:
             raise click.BadParameter(f"{each!r} is not ID=BIAS, such as 612=-100") from None
-        if not math.isfinite(found[str(int(token))]):
+        if not math.isfinite(biases[str(int(token))]):
             raise click.BadParameter(f"{each!r}: a bias must be a finite number")
-    return found or None
+    return biases or None
 
 
 def _adapter(given: str) -> dict[str, Any]:

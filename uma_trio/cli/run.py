@@ -58,18 +58,18 @@ def command(model: str, prompt: tuple[str, ...], keep: bool, offline: bool, http
     from uma_trio.cli.run_trio import run
     from uma_trio.protocol.address import socket_path
 
-    found = _located(model, offline=offline)
+    located = _located(model, offline=offline)
     path = socket_path(options["socket"])
     with (
         hidden_keys(),
         reporting_errors("run", options["socket"]),
-        used(path, _for_serve(model, found), keep=keep, http=http) as is_new,
+        used(path, _for_serve(model, located), keep=keep, http=http) as is_new,
     ):
         _say_where_http_is(http, is_new=is_new)
         if is_path_of_model(model):
-            _check_path(found, path)
-        run(load_with_progress, found.name, path)
-        _talk(found.name, prompt, options)
+            _check_path(located, path)
+        run(load_with_progress, located.name, path)
+        _talk(located.name, prompt, options)
         if keep and sys.stderr.isatty():
             note("the daemon goes on; uma-trio stop ends it")
 
@@ -102,25 +102,25 @@ def _located(model: str, *, offline: bool) -> LocatedModel:
         places = model_locations_of_environment()
         places = attrs.evolve(places, is_offline=places.is_offline or offline)
         with suggesting(model, places):
-            found = locate(model, places, may_pull=True)
-        with explained(found.path):
-            check_gguf(found.path)
+            located = locate(model, places, may_pull=True)
+        with explained(located.path):
+            check_gguf(located.path)
     except (ErrorWithRemedy, ConfigError) as error:
         fail("run", str(error))
     except Interrupted:
         click.echo(f"stopped; uma-trio run {model} goes on with the download", err=True)
         sys.exit(INTERRUPTED)
-    return found
+    return located
 
 
-def _for_serve(model: str, found: LocatedModel) -> str:
+def _for_serve(model: str, located: LocatedModel) -> str:
     """The model for serve: its name, which serve looks up itself, or its path."""
     from uma_trio.cli.model_option import is_path_of_model
 
-    return str(found.path.absolute()) if is_path_of_model(model) else model
+    return str(located.path.absolute()) if is_path_of_model(model) else model
 
 
-def _check_path(found: LocatedModel, socket: Path) -> None:
+def _check_path(located: LocatedModel, socket: Path) -> None:
     """A daemon that runs takes no paths from clients, so it must serve this file already.
 
     Raises:
@@ -132,18 +132,18 @@ def _check_path(found: LocatedModel, socket: Path) -> None:
     async def served() -> str | None:
         async with open_client(socket, wait_s=None) as client:
             try:
-                return (await client.models(model=found.name))[0].path
+                return (await client.models(model=located.name))[0].path
             except ServerError as error:
                 if error.code != "E_MODEL_NOT_FOUND":
                     raise
                 return ""
 
     path = run(served)
-    if path is not None and (not path or Path(path) != found.path.resolve()):
+    if path is not None and (not path or Path(path) != located.path.resolve()):
         raise NoServer(
-            f"the daemon at {socket} does not serve {found.path}",
+            f"the daemon at {socket} does not serve {located.path}",
             f"start another one with: uma-trio run --socket PATH; or name the file with: uma-trio models alias NAME "
-            f"{found.path}, and run NAME",
+            f"{located.path}, and run NAME",
         )
 
 

@@ -326,12 +326,12 @@ def _print_commands(commands: Iterable[Sequence[str]]) -> None:
 
 def _run(argv: Sequence[str]) -> bool:
     """Run a command and say so; returns whether it succeeded."""
-    found = _output(argv)
-    if found.returncode:
-        click.echo(f"uma-trio service: {shlex.join(argv)} failed: {found.stderr.strip()}", err=True)
+    done = _output(argv)
+    if done.returncode:
+        click.echo(f"uma-trio service: {shlex.join(argv)} failed: {done.stderr.strip()}", err=True)
     else:
         click.echo(f"ran {shlex.join(argv)}")
-    return found.returncode == 0
+    return done.returncode == 0
 
 
 def _missing(manager: Manager) -> str | None:

@@ -120,19 +120,19 @@ def show(context: click.Context, session_id: str, as_json: bool, model: str | No
       uma-trio sessions show trip --json | jq -r ".messages[-1].content"
     """
     model = model or context.obj[2]
-    found = _run(context, socket, lambda client: client.transcript(session_id, model=model), session_id, model)
-    session = found.session
+    transcript = _run(context, socket, lambda client: client.transcript(session_id, model=model), session_id, model)
+    session = transcript.session
     if as_json or context.obj[0]:
         import attrs
 
-        click.echo(_json({"session": attrs.asdict(session), **_content(found)}))
+        click.echo(_json({"session": attrs.asdict(session), **_content(transcript)}))
         return
     click.secho(
         f"{_shown(session.session_id)}: {session.turns:,} turns, {session.tokens:,} tokens, begun "
         f"{when(session.created_at)}, last used {when(session.used_at)}",
         bold=True,
     )
-    for message in found.messages:
+    for message in transcript.messages:
         click.secho(f"\n{message.role}", bold=True)
         if message.reasoning is not None:
             click.secho(_shown(message.reasoning, keep="\n\t") + "\n", dim=True)
@@ -140,8 +140,8 @@ def show(context: click.Context, session_id: str, as_json: bool, model: str | No
             click.echo(_shown(message.text, keep="\n\t"))
         for call in message.tool_calls or ():
             click.echo(_shown(call_line(call)))
-    if found.text is not None:
-        click.echo("\n" + _shown(found.text, keep="\n\t"))
+    if transcript.text is not None:
+        click.echo("\n" + _shown(transcript.text, keep="\n\t"))
 
 
 @command.command(short_help="Write the messages of a session to a file.")
@@ -166,12 +166,16 @@ def export(context: click.Context, session_id: str, file: Path | None, model: st
     if file is not None and file.suffix.lower() not in (".json", *MARKDOWN):
         raise click.UsageError(f"{file.name} must end in .json or .md, which says the format")
     model = model or context.obj[2]
-    found = _run(context, socket, lambda client: client.transcript(session_id, model=model), session_id, model)
+    transcript = _run(context, socket, lambda client: client.transcript(session_id, model=model), session_id, model)
     if file is None or file.suffix.lower() not in MARKDOWN:
-        content = _content(found)
+        content = _content(transcript)
         text = json.dumps({"prompt": content["text"]} if "text" in content else content, ensure_ascii=False, indent=2)
     else:
-        page = found.text if found.text is not None else as_markdown([as_fields(each) for each in found.messages])
+        page = (
+            transcript.text
+            if transcript.text is not None
+            else as_markdown([as_fields(each) for each in transcript.messages])
+        )
         text = f"# {_shown(session_id)}\n\n" + page.removesuffix("\n")
     if file is None:
         click.echo(text)
@@ -265,12 +269,14 @@ def _confirm(question: str) -> None:
 
 
 def _list(context: click.Context, as_json: bool, model: str | None, socket: str | None) -> None:
-    found = _run(context, socket, lambda client: _by_model(client, model or context.obj[2]))
+    by_model = _run(context, socket, lambda client: _by_model(client, model or context.obj[2]))
     if as_json:
-        for name, sessions in found.items():
+        for name, sessions in by_model.items():
             _print(sessions, as_json=True, model=name)
         return
-    _print_table([(name, session) for name, sessions in found.items() for session in sessions], n_models=len(found))
+    _print_table(
+        [(name, session) for name, sessions in by_model.items() for session in sessions], n_models=len(by_model)
+    )
 
 
 async def _by_model(client: Client, model: str | None) -> dict[str, list[SessionInfo]]:
@@ -296,7 +302,7 @@ async def models_with_session(client: Client, session_id: str, besides: str | No
     from uma_trio.client import ServerError
 
     models = await client.models(keep_alive=True)
-    found = []
+    names = []
     for number, each in enumerate(models):
         is_left_out = number == 0 if besides is None else each.is_called(besides)
         if is_left_out or each.state != "ready":
@@ -307,8 +313,8 @@ async def models_with_session(client: Client, session_id: str, besides: str | No
             if error.code != "E_SESSION_NOT_FOUND":
                 raise
         else:
-            found.append(each.name)
-    return found
+            names.append(each.name)
+    return names
 
 
 def _run(
@@ -357,40 +363,40 @@ async def _similar(client: Client, name: str | None, model: str | None) -> str:
     return f"; did you mean {' or '.join(similar)}?" if similar else ""
 
 
-def _content(found: Transcript) -> dict[str, Any]:
+def _content(transcript: Transcript) -> dict[str, Any]:
     """The content of a session as JSON: ``messages``, or ``text``."""
-    if found.text is not None:
-        return {"text": found.text}
+    if transcript.text is not None:
+        return {"text": transcript.text}
     from uma_trio.cli.conversation import as_fields
 
-    return {"messages": [as_fields(message) for message in found.messages]}
+    return {"messages": [as_fields(message) for message in transcript.messages]}
 
 
 def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _print(found: list[SessionInfo], as_json: bool, model: str | None = None) -> None:
+def _print(sessions: list[SessionInfo], as_json: bool, model: str | None = None) -> None:
     """Print sessions of one model, with its name in JSON if it is given."""
     if as_json:
         import attrs
 
-        for session in found:
+        for session in sessions:
             named = {} if model is None else {"model": model}
             click.echo(_json({**attrs.asdict(session), **named}))
         return
-    _print_table([(None, session) for session in found], n_models=1)
+    _print_table([(None, session) for session in sessions], n_models=1)
 
 
-def _print_table(found: Sequence[tuple[str | None, SessionInfo]], *, n_models: int) -> None:
+def _print_table(sessions: Sequence[tuple[str | None, SessionInfo]], *, n_models: int) -> None:
     """Print sessions with the names of their models, which are shown if there are several."""
-    if not found:
+    if not sessions:
         click.echo('no sessions yet; begin one with: uma-trio ask --session NAME "..."')
         return
     rows = [("SESSION", "MODEL", "TURNS", "TOKENS", "LAST USED", "STATE")]
     rows += [
         (_shown(s.session_id), model or "", f"{s.turns:,}", f"{s.tokens:,}", when(s.used_at), _state(s))
-        for model, s in found
+        for model, s in sessions
     ]
     if n_models > 1:
         print_table(rows, right=(2, 3))

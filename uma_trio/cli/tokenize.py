@@ -106,14 +106,14 @@ def command(
         )
         return
     if answer is not None:
-        found = answer["tokens"]
+        tokens = answer["tokens"]
     else:
         with _tokenizer(model, llama_dir) as tokenizer:
-            found = tokenizer.encode(source, add_special=special, parse_special=special).tolist()
+            tokens = tokenizer.encode(source, add_special=special, parse_special=special).tolist()
     if count:
-        click.echo(len(found))
+        click.echo(len(tokens))
     else:
-        click.echo(_json(found) if as_json else " ".join(map(str, found)))
+        click.echo(_json(tokens) if as_json else " ".join(map(str, tokens)))
 
 
 def _ask(socket: str | None, model: str | None, **fields: Any) -> dict[str, Any] | None:
@@ -184,11 +184,11 @@ def _rows_of_file(model: str | None, llama_dir: Path | None, text: str, special:
 def _show_tokens(rows: list[Row], *, as_json: bool) -> None:
     if as_json:
         names = ("id", "start", "end", "text", "bytes")
-        found = [
+        tokens = [
             dict(zip(names, (token, start, end, token_bytes.decode("utf-8", "replace"), [*token_bytes]), strict=True))
             for token, (start, end), token_bytes in rows
         ]
-        click.echo(_json(found))
+        click.echo(_json(tokens))
         return
     for token, (start, end), token_bytes in rows:
         place = "-" if start is None else f"{start}-{end}"

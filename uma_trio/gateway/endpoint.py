@@ -52,12 +52,12 @@ Item = TypeVar("Item")
 
 def without_effect(names: Sequence[str], kind: str, known: Iterable[str] = ()) -> list[str]:
     """A warning for each of ``names``, which is not one of ``known``."""
-    found = [
+    warnings = [
         f"the {kind} {name[:100]!r} is not known and had no effect{did_you_mean(name, known)}"
         for name in names[:MAX_NAMED]
     ]
-    more = len(names) - len(found)
-    return [*found, f"{more} more of them are not known"] if more else found
+    more = len(names) - len(warnings)
+    return [*warnings, f"{more} more of them are not known"] if more else warnings
 
 
 def converted(fields: Mapping[str, Any], cls: type[T], kind: str, *, strict: bool = True) -> tuple[T, list[str]]:
@@ -71,12 +71,12 @@ def converted(fields: Mapping[str, Any], cls: type[T], kind: str, *, strict: boo
         HttpError: one is of the wrong type or out of bounds.
     """
     try:
-        found = msgspec.convert(fields, cls, strict=strict, str_keys=True)
+        body = msgspec.convert(fields, cls, strict=strict, str_keys=True)
     except msgspec.ValidationError as error:
         wrong = explain(error, cls, fields)
         raise invalid(wrong.message, parameter=wrong.field) from None
     known = set(cls.__struct_encode_fields__)
-    return found, without_effect([name for name in fields if name not in known], kind, known)
+    return body, without_effect([name for name in fields if name not in known], kind, known)
 
 
 @attrs.frozen
@@ -297,25 +297,25 @@ class Call:
             raise invalid("the body is empty; send a JSON object")
         try:
             async with self.part():
-                found = msgspec.json.decode(content)
+                fields = msgspec.json.decode(content)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             reason = str(error).removeprefix("JSON is malformed: ")
             raise invalid(f"the body is not valid JSON: {reason[:1].lower()}{reason[1:]}") from None
         except RecursionError:
             raise invalid("the body is nested too deeply") from None
-        if not isinstance(found, dict):
+        if not isinstance(fields, dict):
             raise invalid("the body must be a JSON object")
-        if len(found) > MAX_FIELDS:
-            raise invalid(f"the body has {len(found):,} fields; it may have {MAX_FIELDS:,}")
-        self.request.scope["state"]["given"] = frozenset(found)
-        if self.config.http.any_model and isinstance(found.get("model"), str):
+        if len(fields) > MAX_FIELDS:
+            raise invalid(f"the body has {len(fields):,} fields; it may have {MAX_FIELDS:,}")
+        self.request.scope["state"]["given"] = frozenset(fields)
+        if self.config.http.any_model and isinstance(fields.get("model"), str):
             try:
-                await self.daemon.model(found["model"])
+                await self.daemon.model(fields["model"])
             except HttpError as error:
                 if error.code != ModelNotFound.code:
                     raise
-                found["model"] = (await self.daemon.model()).name
-        return found
+                fields["model"] = (await self.daemon.model()).name
+        return fields
 
     def for_daemon(self, **fields: Any) -> dict[str, Any]:
         """A request for the daemon: ``fields`` without those that are ``None``, on behalf of the client.
@@ -323,11 +323,11 @@ class Call:
         A client on another machine without a key is not the user who runs the daemon: it has neither this user's
         controllers nor this user's sessions.
         """
-        found = {"id": self.id, **{name: value for name, value in fields.items() if value is not None}}
-        if ("controller" in found or "session_id" in found) and self.is_unknown:
-            found["principal"] = UNKNOWN_PRINCIPAL
-        self.record.fields = found
-        return found
+        request = {"id": self.id, **{name: value for name, value in fields.items() if value is not None}}
+        if ("controller" in request or "session_id" in request) and self.is_unknown:
+            request["principal"] = UNKNOWN_PRINCIPAL
+        self.record.fields = request
+        return request
 
     async def ask(self, question: Callable[[Client], Awaitable[R]], *, counts: bool = False) -> R:
         """Ask the daemon something that it answers at once, on a connection of its own.

@@ -91,12 +91,12 @@ class HttpError(Exception):
         The clients of OpenAI and Anthropic wait no longer than a minute, so a longer delay comes with their header that
         says that a retry is useless.
         """
-        found = {} if self.eta_ms is None else {ETA: str(self.eta_ms)}
+        headers = {} if self.eta_ms is None else {ETA: str(self.eta_ms)}
         if self.retry_after_ms is None:
-            return {**found, "X-Should-Retry": "false"} if self.code == DeadlineMissed.code else found
+            return {**headers, "X-Should-Retry": "false"} if self.code == DeadlineMissed.code else headers
         seconds = max(1, math.ceil(self.retry_after_ms / 1000))
-        found |= {"Retry-After": str(seconds), "Retry-After-Ms": str(self.retry_after_ms)}
-        return found if seconds <= LONGEST_WAIT_S else {**found, "X-Should-Retry": "false"}
+        headers |= {"Retry-After": str(seconds), "Retry-After-Ms": str(self.retry_after_ms)}
+        return headers if seconds <= LONGEST_WAIT_S else {**headers, "X-Should-Retry": "false"}
 
 
 def invalid(message: str, *, parameter: str | None = None) -> HttpError:

@@ -182,11 +182,11 @@ class Guard:
         if tenants is None:
             return None
         keys = list(_presented(headers))
-        found = next((tenant for tenant in map(tenants.find, keys) if tenant is not None), None)
-        if found is None and _path(scope) not in self.open_paths:
+        sender = next((tenant for tenant in map(tenants.find, keys) if tenant is not None), None)
+        if sender is None and _path(scope) not in self.open_paths:
             raise self._refused_key(scope) if keys else HttpError(401, "E_GATEWAY_KEY", KEY_MISSING)
         scope["state"]["n_tenants"] = len(tenants.by_name)
-        return found
+        return sender
 
     def _refused_key(self, scope: Scope) -> HttpError:
         wait_s = self.wrong_keys.note(_network(scope))
@@ -320,13 +320,13 @@ def _preflight(headers: Headers, *, is_allowed: bool) -> Response:
     """The answer to a browser that asks whether a page may send a request.  Without headers it is no."""
     response = Response(headers={"vary": "origin"})
     if is_allowed:
-        found = {
+        allowed = {
             ALLOW_ORIGIN: headers["origin"],
             HeaderName(b"Access-Control-Allow-Methods"): METHODS,
             HeaderName(b"Access-Control-Allow-Headers"): headers.get("access-control-request-headers", ANY)[:1000],
             HeaderName(b"Access-Control-Max-Age"): str(CORS_MAX_AGE_S),
         }
         if "access-control-request-private-network" in headers:  # a page of the internet asks for this network
-            found[HeaderName(b"Access-Control-Allow-Private-Network")] = "true"
-        response.raw_headers.extend((name, value.encode("latin-1")) for name, value in found.items())
+            allowed[HeaderName(b"Access-Control-Allow-Private-Network")] = "true"
+        response.raw_headers.extend((name, value.encode("latin-1")) for name, value in allowed.items())
     return response

@@ -54,14 +54,14 @@ async def readyz(call: Call) -> Response:
         return _readiness([Check(name="draining", ok=False, reason=str(ShuttingDown()))])
     try:
         with anyio.fail_after(READY_TIMEOUT_S):
-            found = await call.ask(lambda client: client.health())
+            health = await call.ask(lambda client: client.health())
     except TimeoutError:
         reason = f"the daemon did not answer within {READY_TIMEOUT_S:g} s"
         return _readiness([Check(name="daemon", ok=False, reason=reason)])
     except HttpError as error:
         return _readiness([Check(name="daemon", ok=False, reason=error.message)], error.headers)
     checks = [
-        Check(name=check.name, ok=check.ok, reason=check.reason, model=check.model or UNSET) for check in found.checks
+        Check(name=check.name, ok=check.ok, reason=check.reason, model=check.model or UNSET) for check in health.checks
     ]
     return _readiness([Check(name="daemon", ok=True, reason="answers"), *checks])
 

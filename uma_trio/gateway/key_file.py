@@ -41,16 +41,16 @@ def read(path: Path) -> Tenants:
         KeyFileError: it cannot be read, is not valid, or others could have written it.
     """
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError as error:
         raise KeyFileError(
             f"cannot read {path}: {error.strerror}", f"make a first key: uma-trio keys create NAME --file {path}"
         ) from None
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise KeyFileError(f"cannot read {path}: it is not a regular file", "choose another file with --http-keys")
-    if found.st_uid not in (os.geteuid(), 0):
+    if status.st_uid not in (os.geteuid(), 0):
         raise KeyFileError(f"{path} belongs to another user, who could add keys", f"chown it to user {os.geteuid()}")
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise KeyFileError(f"{path} can be written by other users, who could add keys", f"chmod 600 {path}")
     try:
         return parse(read_yaml(path, "check the file"))

@@ -221,15 +221,15 @@ class Limiter:
         """Return the ``x-ratelimit-*`` headers for a response to ``tenant`` that begins now."""
         now = self._now_ns()
         state = self._state_of(tenant, now)
-        found: list[tuple[str, str]] = []
+        rates: list[tuple[str, str]] = []
         for name, bucket in (("requests", state.requests), ("tokens", state.tokens)):
             if bucket is not None:
-                found += [
+                rates += [
                     (f"x-ratelimit-limit-{name}", str(bucket.limit)),
                     (f"x-ratelimit-remaining-{name}", str(bucket.remaining(now))),
                     (f"x-ratelimit-reset-{name}", go_duration(bucket.full_in_ns(now))),
                 ]
-        return found
+        return rates
 
     def _state_of(self, tenant: Tenant, now: int) -> _State:
         state = self._states.setdefault(tenant.name, _State())
@@ -237,16 +237,16 @@ class Limiter:
         return state
 
     def _rate_refusals(self, tenant: Tenant, state: _State, tokens: int, now: int) -> list[HttpError]:
-        found: list[HttpError] = []
+        refusals: list[HttpError] = []
         if state.requests is not None and (wait := state.requests.wait_ns(1, now)):
-            found.append(_later(RATE, f"{tenant.name} may send {state.requests.limit:,} requests a minute", wait))
+            refusals.append(_later(RATE, f"{tenant.name} may send {state.requests.limit:,} requests a minute", wait))
         if state.tokens is not None and (wait := state.tokens.wait_ns(tokens, now)):
             message = (
                 f"{tenant.name} may use {state.tokens.limit:,} tokens a minute, {state.tokens.remaining(now):,} are left, "
                 f"and this request may use {tokens:,}"
             )
-            found.append(_later(RATE, message, wait))
-        return found
+            refusals.append(_later(RATE, message, wait))
+        return refusals
 
     def _quota_refusals(self, tenant: Tenant, state: _State, tokens: int) -> list[HttpError]:
         quota, left = tenant.token_quota, self.quota_left(tenant)

@@ -70,14 +70,14 @@ class AllMetrics(Collector):
             if metric.kind is None or (metric.path.startswith("principals.") and not self.principals):
                 continue
             values = {name: _read(metric, each) for name, each in models.items() if metric.of_model or name == model}
-            found = [
+            measured = [
                 sample
                 for name, value in values.items()
                 if value is not None
                 for sample in labelled({"model": name} if metric.of_model else {}, metric.label, value)
             ]
             if any(value is not None for value in values.values()):
-                yield family(metric.prometheus_name, metric.kind, metric.help, found, metric.scale)
+                yield family(metric.prometheus_name, metric.kind, metric.help, measured, metric.scale)
         codes = errors_by_code(snapshot)
         help = "Failed and rejected requests by error code."
         yield family("uma_errors_total", "counter", help, labelled({}, "code", codes))

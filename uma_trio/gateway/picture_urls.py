@@ -195,11 +195,11 @@ class PictureUrls:
         Raises:
             HubError: one of them is not, there is none, or it takes too long to find them.
         """
-        found, until = list[str](), anyio.current_time() + RESOLVE_S
+        addresses, until = list[str](), anyio.current_time() + RESOLVE_S
         with anyio.move_on_after(RESOLVE_S), contextlib.suppress(OSError, UnicodeError):
-            found = await self._resolve(host, port)
-        if found and all(map(is_public, found)):
-            return found[0]
+            addresses = await self._resolve(host, port)
+        if addresses and all(map(is_public, addresses)):
+            return addresses[0]
         await anyio.sleep_until(until)
         raise HubError(f"{host} has no public address", f"check the URL, or {SEND_IT}")
 

@@ -55,7 +55,7 @@ def groups_of(api: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
     for path, operations in api["paths"].items():
         for method, operation in operations.items():
             answers = operation["responses"]["200"]["content"]
-            found = {
+            shown = {
                 "id": operation["operationId"],
                 "method": method.upper(),
                 "path": path,
@@ -71,7 +71,7 @@ def groups_of(api: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
                 ],
             }
             [tag] = operation["tags"]
-            groups.setdefault(titles.get(tag, tag), []).append(found)
+            groups.setdefault(titles.get(tag, tag), []).append(shown)
     return groups
 
 

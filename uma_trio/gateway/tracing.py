@@ -99,7 +99,7 @@ def operation_of(seen: RequestRecord) -> str:
 def attributes_of(seen: RequestRecord, end: EndOfAnswer) -> dict[str, Any]:
     """Attributes of one answer."""
     fields, event = seen.fields, end.event
-    found = {
+    attributes = {
         "gen_ai.operation.name": operation_of(seen),
         "gen_ai.provider.name": NAME,
         "gen_ai.request.model": fields.get("model"),
@@ -112,7 +112,7 @@ def attributes_of(seen: RequestRecord, end: EndOfAnswer) -> dict[str, Any]:
         "gen_ai.request.stream": seen.is_stream,
         **{f"gen_ai.request.{name}": fields.get(field) for field, name in ATTRIBUTES.items()},
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in attributes.items() if value is not None}
 
 
 def otlp_tracer(endpoint: str) -> Tracer:

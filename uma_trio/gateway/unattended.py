@@ -69,12 +69,12 @@ async def _settle(left: _Left) -> bool:
     events: list[Event] = []
     try:
         async with left.daemon.connect() as client:
-            found = [each for each in await client.answers(keep_alive=True) if each.answer_id == name]
-            if found and found[0].created_at == left.answer.created_at:
-                if found[0].ended_at is None:
+            answers = [each for each in await client.answers(keep_alive=True) if each.answer_id == name]
+            if answers and answers[0].created_at == left.answer.created_at:
+                if answers[0].ended_at is None:
                     return False
                 try:
-                    events = [event async for event in client.attach(name, after=found[0].events - 1)]
+                    events = [event async for event in client.attach(name, after=answers[0].events - 1)]
                 except ServerError as error:
                     refusal = error
     except HttpError:  # the daemon is being started again

@@ -32,7 +32,7 @@ def check_socket(settings: Config) -> Iterator[Finding]:
         yield Finding("socket", "problem", reason, GIVE_A_SHORTER_PATH)
         return
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         if reason := cannot_write(path.parent):
             yield Finding("socket", "problem", f"{path} cannot be created ({reason})", OTHER_PATH)
@@ -41,19 +41,19 @@ def check_socket(settings: Config) -> Iterator[Finding]:
         yield Finding("socket", "problem", f"{path}: {error.strerror}", OTHER_PATH)
         return
     else:
-        if (wrong := _unusable(path, found)) is not None:
+        if (wrong := _unusable(path, status)) is not None:
             yield wrong
             return
     yield from _daemon(path, settings)
 
 
-def _unusable(path: Path, found: os.stat_result) -> Finding | None:
+def _unusable(path: Path, status: os.stat_result) -> Finding | None:
     """What is wrong with the file at ``path``; ``None`` for a socket that this user's daemon can have made."""
-    if not stat.S_ISSOCK(found.st_mode):
+    if not stat.S_ISSOCK(status.st_mode):
         return Finding("socket", "problem", f"{path} exists and is not a socket", f"remove it, or {OTHER_PATH}")
-    if found.st_uid != os.geteuid():
+    if status.st_uid != os.geteuid():
         return Finding("socket", "problem", f"{path} belongs to another user", OTHER_PATH)
-    if stat.S_IMODE(found.st_mode) & 0o077:
+    if stat.S_IMODE(status.st_mode) & 0o077:
         fix = "restart the daemon, which makes its socket private"
         return Finding("socket", "warning", f"other users can connect to {path}", fix)
     return None

@@ -103,11 +103,11 @@ def _devices(found: dict[str, Any], fix: str) -> Finding:
     return Finding("devices", "ok" if remedy is None else "warning", str(devices), remedy)
 
 
-def _placement(found: dict[str, Any]) -> Iterator[Finding]:
+def _placement(loaded: dict[str, Any]) -> Iterator[Finding]:
     """What the model takes of each device, if it uses some."""
     import msgspec
 
-    devices = msgspec.convert(found, Devices)
+    devices = msgspec.convert(loaded, Devices)
     if devices.used and devices.layers_on_gpu:
         yield Finding("placement", "ok", ", ".join(map(str, devices.memory)))
 
@@ -122,15 +122,15 @@ def _card(path: Path, embedded: Path) -> Iterator[Finding]:
     if not embedded.is_file():
         yield Finding("embedded", "problem", f"{embedded} is missing", "reinstall uma-trio, or serve another --model")
         return
-    found = hashlib.sha256(embedded.read_bytes()).hexdigest()
+    own_digest = hashlib.sha256(embedded.read_bytes()).hexdigest()
     cards = [card for card in embedded.parent.iterdir() if card.suffix in (".json", ".md")]
     known = {digest for card in cards for digest in re.findall(r"\b[0-9a-f]{64}\b", card.read_text("utf-8"))}
-    if known and found not in known:
+    if known and own_digest not in known:
         message = f"the checksum of {embedded} differs from the one in its card"
         yield Finding("embedded", "problem", message, "reinstall uma-trio: the file is damaged or was replaced")
     else:
         against = "as in its card" if known else "there is no card to compare it with"
-        yield Finding("embedded", "ok", f"{size(embedded.stat().st_size)}, sha256 {found[:12]}, {against}")
+        yield Finding("embedded", "ok", f"{size(embedded.stat().st_size)}, sha256 {own_digest[:12]}, {against}")
 
 
 def _adapters(settings: Config, path: Path) -> Iterator[Finding]:
@@ -141,25 +141,25 @@ def _adapters(settings: Config, path: Path) -> Iterator[Finding]:
 
     for adapter in settings.model.adapters:
         try:
-            [found] = check_adapters([adapter], path)
+            [file] = check_adapters([adapter], path)
         except ModelError as error:
             yield Finding("adapter", "problem", error.reason, error.remedy)
         except (GgufError, OSError):
             return  # the model itself cannot be read, which has a finding of its own
         else:
-            yield Finding("adapter", "ok", f"{found.name}: rank {found.rank}, {size(found.size_bytes)}, {found.path}")
+            yield Finding("adapter", "ok", f"{file.name}: rank {file.rank}, {size(file.size_bytes)}, {file.path}")
 
 
-def _model(path: Path, embedded: bool, found: dict[str, Any] | None, ending: str) -> Finding:
+def _model(path: Path, embedded: bool, loaded: dict[str, Any] | None, ending: str) -> Finding:
     fix = "reinstall uma-trio, or serve a file of yours with --model" if embedded else "serve another file with --model"
-    if found is None:
+    if loaded is None:
         return Finding("model", "problem", f"loading {path} {ending}", fix)
-    if "problem" in found:
-        return Finding("model", "problem", found["problem"], found["remedy"] or fix)
-    about, millions = found["description"], f"{found['n_params'] / 1e6:,.1f}"
+    if "problem" in loaded:
+        return Finding("model", "problem", loaded["problem"], loaded["remedy"] or fix)
+    about, millions = loaded["description"], f"{loaded['n_params'] / 1e6:,.1f}"
     if f"{millions}M" not in about:
         about += f", {millions} M parameters"
-    return Finding("model", "ok", f"{path.name}: {about}, training context {found['n_ctx_train']} tokens")
+    return Finding("model", "ok", f"{path.name}: {about}, training context {loaded['n_ctx_train']} tokens")
 
 
 def _context(found: dict[str, Any]) -> Finding:
@@ -168,14 +168,14 @@ def _context(found: dict[str, Any]) -> Finding:
     return Finding("context", "warning" if found["context_is_short"] else "ok", found["context"], fix)
 
 
-def _memory(found: dict[str, Any]) -> Finding:
+def _memory(loaded: dict[str, Any]) -> Finding:
     """Compare the memory of a process that has loaded the model with what was free before.
 
     More than that is no problem: the model did load.  A part of it is then swapped, or read from its file again.
     """
-    peak, free = found["peak_bytes"], found["free_bytes"]
+    peak, free = loaded["peak_bytes"], loaded["free_bytes"]
     message = (
-        f"{size(peak)} for the process with the model and a KV cache of {found['n_ctx']:,} tokens; {size(free)} are "
+        f"{size(peak)} for the process with the model and a KV cache of {loaded['n_ctx']:,} tokens; {size(free)} are "
         "free, with swap"
     )
     if peak > 0.8 * free:
@@ -195,15 +195,15 @@ LAYOUT_WHY: Final = {
 }
 
 
-def _layout(found: dict[str, Any]) -> Finding:
+def _layout(loaded: dict[str, Any]) -> Finding:
     """Report the layout of the KV cache, which ``engine/layout.py`` chooses."""
-    shown = [f"{name}: {ticks}" for name, ticks in found["layouts"].items()]
-    why = LAYOUT_WHY[found["layout_why"]]
-    if found["layout_why"] == "measured":
-        why += ", for the next starts too" if found["layout_is_saved"] else ", but not saved; see cache above"
+    shown = [f"{name}: {ticks}" for name, ticks in loaded["layouts"].items()]
+    why = LAYOUT_WHY[loaded["layout_why"]]
+    if loaded["layout_why"] == "measured":
+        why += ", for the next starts too" if loaded["layout_is_saved"] else ", but not saved; see cache above"
     ticks = f"; the mean tick counts: {'; '.join(shown)}" if shown else ""
-    rule = f"; {found['layout_rule']}" if found["layout_rule"] else ""
-    return Finding("layout", "ok", f"KV cache: {found['layout']} ({why}){ticks}{rule}")
+    rule = f"; {loaded['layout_rule']}" if loaded["layout_rule"] else ""
+    return Finding("layout", "ok", f"KV cache: {loaded['layout']} ({why}){ticks}{rule}")
 
 
 def _draft_model(found: dict[str, Any]) -> Finding:
@@ -214,21 +214,21 @@ def _draft_model(found: dict[str, Any]) -> Finding:
     return Finding("draft model", "ok", f"{message} of a prompt; its vocabulary is that of the model")
 
 
-def _pooled(found: dict[str, Any] | None, ending: str, fix: str) -> Finding:
+def _pooled(answer: dict[str, Any] | None, ending: str, fix: str) -> Finding:
     """Report what a model that embeds or ranks made of a text."""
-    if found is None or "problem" in found:
-        problem = f"computing a text {ending}" if found is None else found["problem"]
+    if answer is None or "problem" in answer:
+        problem = f"computing a text {ending}" if answer is None else answer["problem"]
         return Finding("answer", "problem", problem, f"{fix}, or serve another --model")
-    return Finding("answer", "ok", f"{found['text']} for {probe.QUESTION!r} in {found['ms']:.0f} ms")
+    return Finding("answer", "ok", f"{answer['text']} for {probe.QUESTION!r} in {answer['ms']:.0f} ms")
 
 
-def _answer(embedded: bool, found: dict[str, Any] | None, ending: str, fix: str) -> Finding:
-    if found is None:
+def _answer(embedded: bool, answer: dict[str, Any] | None, ending: str, fix: str) -> Finding:
+    if answer is None:
         return Finding("answer", "problem", f"asking the model {ending}", fix)
-    if "problem" in found:
-        return Finding("answer", "problem", found["problem"], fix)
-    message = f"{found['text'].strip()!r} in {found['ms']:.0f} ms"
-    if embedded and ANSWER not in found["text"]:
+    if "problem" in answer:
+        return Finding("answer", "problem", answer["problem"], fix)
+    message = f"{answer['text'].strip()!r} in {answer['ms']:.0f} ms"
+    if embedded and ANSWER not in answer["text"]:
         wrong = f"the answer to {probe.QUESTION!r} was {message}"
         return Finding("answer", "problem", wrong, f"{fix}: the library computes wrong results")
     return Finding("answer", "ok", message)

@@ -178,14 +178,14 @@ def _cut(runs: Iterable[tuple[CellRun, int]], length: int) -> tuple[tuple[CellRu
 
 def cells_by_run(allocations: Iterable[Allocation]) -> dict[CellRun, int]:
     """The runs of cells that hold tokens of ``allocations`` in a unified cache, and the number of cells of each."""
-    found = dict[CellRun, int]()
+    n_cells = dict[CellRun, int]()
     for allocation in allocations:
         if allocation.shares_cells:
             for run, end in allocation.runs():
-                found[run] = max(end - run.start, found.get(run, 0))
+                n_cells[run] = max(end - run.start, n_cells.get(run, 0))
         else:
-            found[allocation._run] = allocation._n_tokens
-    return found
+            n_cells[allocation._run] = allocation._n_tokens
+    return n_cells
 
 
 def count_cells(allocations: Iterable[Allocation]) -> int:

@@ -67,12 +67,12 @@ def speculative_lengths(start: int, end: int) -> list[int]:
     Each length halves the rest of the stretch.  A request that diverges ``n`` tokens before ``end`` therefore computes
     at most about ``n`` of the shared tokens again, as long as ``n`` is at least an eighth of the stretch.
     """
-    found: list[int] = []
-    while len(found) < MAX_SPECULATIVE and end - start >= 2 * MIN_SPECULATIVE_SPACING:
+    lengths: list[int] = []
+    while len(lengths) < MAX_SPECULATIVE and end - start >= 2 * MIN_SPECULATIVE_SPACING:
         start += (end - start) // 2
         start -= start % MIN_SPACING  # kernels run faster with round numbers of rows
-        found.append(start)
-    return found
+        lengths.append(start)
+    return lengths
 
 
 class CheckpointIds:

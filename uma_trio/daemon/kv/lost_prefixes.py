@@ -77,16 +77,16 @@ class LostPrefixes:
         Args:
             nearest: those of a sequence that is there, and has ``n_common`` tokens in common with the prompt.
         """
-        prompt, found = allocation.tokens[:-1], None
+        prompt, longest = allocation.tokens[:-1], None
         for lost in reversed(self._lost):
             # most begin alike and differ at once: one number shows that they have no longer prefix in common
             is_longer = n_common < min(len(prompt), len(lost.tokens)) and lost.tokens[n_common] == prompt[n_common]
             if is_longer and lost.principal == allocation.principal and lost.adapters == allocation.adapters:
                 n = common_prefix(prompt, lost.tokens)
                 if n > n_common:
-                    found, n_common = lost, n
-        earlier = nearest if found is None else found.tokens
-        return Comparison(n_common, earlier if n_common else None, found)
+                    longest, n_common = lost, n
+        earlier = nearest if longest is None else longest.tokens
+        return Comparison(n_common, earlier if n_common else None, longest)
 
     def forget(self, tokens: TokenIds, principal: str) -> None:
         """Forget what belongs to ``principal`` and is a prefix of ``tokens``."""

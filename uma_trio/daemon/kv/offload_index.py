@@ -126,7 +126,7 @@ class OffloadIndex:
         Returns:
             The state or ``None``, and the number of prompt tokens that it provides.
         """
-        found: SavedState | None = None
+        longest: SavedState | None = None
         best = (0, 0)
         for state in self._candidates(principal, prompt):
             if state.adapters != adapters or len(state.tokens) > max_tokens or len(prompt) < best[0]:
@@ -135,8 +135,8 @@ class OffloadIndex:
             if not self._can_truncate:
                 shared = state.longest_within(shared)
             if shared >= MIN_SHARED_TOKENS and (shared, -len(state.tokens)) > best:  # the smallest among equals
-                found, best = state, (shared, -len(state.tokens))
-        return found, best[0]
+                longest, best = state, (shared, -len(state.tokens))
+        return longest, best[0]
 
     def unneeded(self, needed: Callable[[SavedState], bool]) -> list[str]:
         """Names of all states for which ``needed(state)`` is false."""

@@ -60,7 +60,7 @@ class PrefixSharing:
             return Match(None, 0, 0, None)
         truncation = self._truncation
         prompt = allocation.tokens[:-1]  # the last token is always computed, for its logits
-        found: Allocation | None = None
+        source: Allocation | None = None
         nearest, n_in_common = None, 0
         best = (MIN_SHARED_TOKENS, -1, False, 0)
         for other in self._pool.allocations.values():
@@ -79,8 +79,8 @@ class PrefixSharing:
             # among equals prefer tokens that are there, an idle sequence, and one with few tokens after the prefix
             quality = (shared, min(shared, other.n_tokens), other.is_idle, -other.n_tokens)
             if quality > best:
-                found, best = other, quality
-        return Match(found, 0 if found is None else best[0], n_in_common, None if nearest is None else nearest.tokens)
+                source, best = other, quality
+        return Match(source, 0 if source is None else best[0], n_in_common, None if nearest is None else nearest.tokens)
 
     def may_take_over(self, source: Allocation, n_shared: int) -> bool:
         """Whether the tokens of ``source`` after the shared prefix may be removed."""

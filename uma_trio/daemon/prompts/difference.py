@@ -129,10 +129,10 @@ def _kind(was: str, now: str, before: str, after: str) -> ChangeKind:
 
 def _tools(text: str, at: int, tools: Sequence[str], earlier: Callable[[], str]) -> ChangeKind | None:
     """The kind if the difference is in the part of the prompt that has the tools."""
-    found = [text.find(f'"{name}"') for name in tools]
-    if not found or min(found) < 0 or at > max(found) + len(text[max(found) :].partition("\n")[0]):
+    places = [text.find(f'"{name}"') for name in tools]
+    if not places or min(places) < 0 or at > max(places) + len(text[max(places) :].partition("\n")[0]):
         return None
     names = list(dict.fromkeys(TOOL_NAME.findall(earlier())))
     if sorted(names[: len(tools)]) == sorted(tools) and names[: len(tools)] != list(tools):
         return "tools_order"
-    return "tools" if at >= min(found) - SHOWN else None
+    return "tools" if at >= min(places) - SHOWN else None

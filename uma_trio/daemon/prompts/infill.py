@@ -67,7 +67,7 @@ class InfillFormat:
         after = suffix[: max(0, window // 4 - 2 - len(beginning))]
         others = _last(files, max(0, self.context - window - 2 * n_answer))
         bos = self.tokenizer.added_bos_id
-        found = [
+        prompt = [
             *others,
             *([] if bos is None else [bos]),
             *(fim.prefix, *before, *beginning),
@@ -75,7 +75,7 @@ class InfillFormat:
             fim.middle,
         ]
         dropped = sum(map(len, (prefix, suffix, files))) - sum(map(len, (before, after, others)))
-        return np.array(found, np.int32), dropped
+        return np.array(prompt, np.int32), dropped
 
     def _files(self, infill: Infill, repository: int | None, file: int | None) -> list[int]:
         """Tokens of the further files, and of the name of the one with the gap.

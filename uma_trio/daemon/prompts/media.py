@@ -53,14 +53,14 @@ def take_pictures(
         pictures.append(Picture(part.data, field, part.type == "audio"))
         return chr(PICTURE_CHARS[len(pictures) - 1])
 
-    found = []
+    taken = []
     for n, message in enumerate([*history, *messages], -len(history)):
         if message.n_pictures and isinstance(message.content, list):
             place = f"messages[{n}].content" if n >= 0 else "the session"
             texts = [text_of(part, f"{place}[{i}]" if n >= 0 else place) for i, part in enumerate(message.content)]
             message = attrs.evolve(message, content="".join(texts))
-        found.append(message)
-    return found, pictures
+        taken.append(message)
+    return taken, pictures
 
 
 def cut_at_pictures(parts: Sequence[PromptPart]) -> tuple[list[list[PromptPart]], list[int]]:
@@ -153,14 +153,14 @@ def split_at_media(tokens: TokenIds, media: Sequence[EncodedMedia]) -> tuple[lis
 
 def rows_between(placed: Sequence[PlacedRows], start: int, end: int) -> list[MediaRows]:
     """What the engine reads for the tokens of a prompt from ``start`` up to ``end``."""
-    found = []
+    rows = []
     for each in placed:
         begin, stop = max(start, each.start), min(end, each.end)
         if begin < stop:
             row = begin - each.start
             place = (begin - start, stop - begin, each.file.fd, each.first + row)
-            found.append(MediaRows(*place, is_causal=each.block.is_causal, columns=each.block.columns, row=row))
-    return found
+            rows.append(MediaRows(*place, is_causal=each.block.is_causal, columns=each.block.columns, row=row))
+    return rows
 
 
 def whole_part(placed: Sequence[PlacedRows], start: int, end: int) -> tuple[int, bool]:

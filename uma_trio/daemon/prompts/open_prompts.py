@@ -84,12 +84,12 @@ def _tool_support(chat: ChatTemplate | None, templates: Sequence[str], name: str
         name: of the format, or ``auto``.
     """
     if name == "auto":
-        found = next(filter(None, map(find_tool_format, templates)), HERMES)
+        form = next(filter(None, map(find_tool_format, templates)), HERMES)
         is_native = bool(templates) and find_tool_format(templates[0]) is not None
     else:
-        found, is_native = by_name(name), True
-    style = find_style(chat.render, named_ids=found.numbered) if chat is not None and is_native else ToolStyle()
-    return ToolSupport(found, style, make_call_markers(found, text))
+        form, is_native = by_name(name), True
+    style = find_style(chat.render, named_ids=form.numbered) if chat is not None and is_native else ToolStyle()
+    return ToolSupport(form, style, make_call_markers(form, text))
 
 
 def _chat_template(source: TemplateSource | None, tokenizer: Tokenizer) -> ChatTemplate | None:

@@ -125,50 +125,50 @@ class Pictures:
             ContextTooSmall: they have more tokens than a request may have.
             ModelUnavailable: the encoder does not start.
         """
-        found: list[EncodedMedia] = []
+        encoded: list[EncodedMedia] = []
         n_tokens = 0
         for picture in pictures:
             if picture.is_sound and not self.hears:
                 raise NoHearing("this model cannot hear: its projector takes pictures only", field=picture.field)
             if not picture.is_sound and not self.sees:
                 raise NoVision("this model cannot see pictures: its projector takes sound only", field=picture.field)
-            found.append(await self._encode(picture, principal, on_disk))
-            largest = max([0, *[block.n for block in found[-1].blocks if not block.is_causal]])
+            encoded.append(await self._encode(picture, principal, on_disk))
+            largest = max([0, *[block.n for block in encoded[-1].blocks if not block.is_causal]])
             if largest > self._max_whole:
                 raise ContextTooSmall(
                     f"the picture has {largest} rows that one step must compute, and a step has {self._max_whole}: send a "
                     "smaller one, or start uma-trio serve with a larger --batch-tokens",
                     field=picture.field,
                 )
-            n_tokens += len(found[-1].tokens)
+            n_tokens += len(encoded[-1].tokens)
             if n_tokens > self._max_tokens:
                 raise ContextTooSmall(
-                    f"the first {len(found)} of {len(pictures)} pictures have {n_tokens} tokens, and a request may have "
+                    f"the first {len(encoded)} of {len(pictures)} pictures have {n_tokens} tokens, and a request may have "
                     f"{self._max_tokens}: send fewer, or start uma-trio serve with a larger --ctx",
                     field=picture.field,
                 )
-        return found
+        return encoded
 
     async def _encode(self, picture: Picture, principal: str, on_disk: bool) -> EncodedMedia:
         key = await in_thread(self._key, picture.data, principal, limiter=self._reading.of(principal))
         while (end := self._in_work.get(key)) is not None:  # for another request, which may be cancelled
             await end.wait()
-        found = self._kept.pop(key, None)
-        if found is not None:
+        encoded = self._kept.pop(key, None)
+        if encoded is not None:
             self._n_found += 1
         else:
             self._in_work[key] = trio.Event()
             try:
-                found = await self._loaded(key, principal) or await self._newly_encoded(picture, principal)
+                encoded = await self._loaded(key, principal) or await self._newly_encoded(picture, principal)
             finally:
                 self._in_work.pop(key).set()
         if on_disk and self._folder is not None and len(self._unwritten) < MAX_UNWRITTEN:
-            self._unwritten[key] = found
+            self._unwritten[key] = encoded
             self._to_write.set()
-        self._kept[key] = found
+        self._kept[key] = encoded
         while len(self._kept) > MAX_KEPT or self._kept_bytes > MAX_KEPT_BYTES:
             self._kept.popitem(last=False)  # requests that have it keep its file
-        return found
+        return encoded
 
     def _key(self, data: bytes, principal: str) -> bytes:
         return hashlib.sha256(self._encoder.digest(data) + principal.encode()).digest()
@@ -178,17 +178,17 @@ class Pictures:
         if self._folder is None:
             return None
         try:
-            found = await in_thread(self._folder.find, key, limiter=self._reading.of(principal))
+            encoded = await in_thread(self._folder.find, key, limiter=self._reading.of(principal))
         except PictureFileError as error:
             log.warning("an encoded picture cannot be loaded, and is encoded again", reason=str(error))
             return None
-        self._n_loaded += found is not None
-        return found
+        self._n_loaded += encoded is not None
+        return encoded
 
     async def _newly_encoded(self, picture: Picture, principal: str) -> EncodedMedia:
         self._note_use()
         try:
-            found = await in_thread(
+            encoded = await in_thread(
                 self._encoder.encode, picture.data, picture.is_sound, limiter=self._turns.of(principal)
             )
         except Refused as error:
@@ -202,7 +202,7 @@ class Pictures:
         finally:
             self._note_use()  # the process may have ended meanwhile, and have been started again for this picture
         self._n_encoded += 1
-        return found
+        return encoded
 
     def _note_use(self) -> None:
         self._used_at = trio.current_time()

@@ -399,14 +399,14 @@ class PromptMaker:
             text = self._text_of("tokens", query.tokens or (), special=query.parse_special)
             return TokenList(tokens=query.tokens or [], text=text, id=query.id)
         _check_size("text", len(query.text.encode()), self.limits, field="text")
-        found = self.tokenizer.encode_with_offsets(
+        encoded = self.tokenizer.encode_with_offsets(
             query.text, add_special=query.add_special, parse_special=query.parse_special, pauses=pauses
         )
-        offsets = None if found.offsets is None else _chars_before(found.offsets[:, 0], query.text).tolist()
-        tokens = found.ids.tolist()
+        offsets = None if encoded.offsets is None else _chars_before(encoded.offsets[:, 0], query.text).tolist()
+        tokens = encoded.ids.tolist()
         if not query.with_bytes:
             return TokenList(tokens=tokens, offsets=offsets, id=query.id)
-        ranges = None if found.offsets is None else found.offsets.tolist()
+        ranges = None if encoded.offsets is None else encoded.offsets.tolist()
         spelled = [[*each] for each in self.tokenizer.tokens_to_bytes(tokens)]
         return TokenList(tokens=tokens, offsets=offsets, bytes=spelled, byte_ranges=ranges, id=query.id)
 
@@ -429,7 +429,7 @@ class PromptMaker:
         return await in_thread(self._texts, request, max_tokens, limiter=limiter.of(principal))
 
     def _texts(self, request: Embed, max_tokens: int) -> list[TokenIds]:
-        found = []
+        texts = []
         for n, text in enumerate(request.input):
             name = f"input[{n}]"
             if isinstance(text, str):
@@ -447,8 +447,8 @@ class PromptMaker:
                     "trained for it",
                     field=name,
                 )
-            found.append(tokens)
-        return found
+            texts.append(tokens)
+        return texts
 
     async def paired_texts(self, request: Rerank, max_tokens: int, *, principal: str) -> list[TokenIds]:
         """Tokens of the query with each document; otherwise as ``texts``."""
@@ -463,8 +463,8 @@ class PromptMaker:
         ):
             _check_size(name, len(text.encode()), self.limits, field=name)
         assert self.pairs is not None, "checked before"
-        found = self.pairs.tokens(request.query, request.documents)
-        for n, tokens in enumerate(found):
+        pairs = self.pairs.tokens(request.query, request.documents)
+        for n, tokens in enumerate(pairs):
             if len(tokens) > max_tokens:
                 raise ContextTooSmall(
                     f"documents[{n}] with the query has {len(tokens)} tokens; this daemon ranks at most {max_tokens} "
@@ -472,7 +472,7 @@ class PromptMaker:
                     "model was trained for it",
                     field=f"documents[{n}]",
                 )
-        return found
+        return pairs
 
     def _check_tokens(self, field: str, tokens: Sequence[int]) -> None:
         """

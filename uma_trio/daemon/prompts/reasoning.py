@@ -79,18 +79,18 @@ def find_format(template: str) -> ReasoningFormat | None:
     return None
 
 
-def make_markers(found: ReasoningFormat, text: MarkerText) -> ReasoningMarkers:
+def make_markers(form: ReasoningFormat, text: MarkerText) -> ReasoningMarkers:
     """The markers in the form in which output is searched for them."""
 
     def searched(markers: Iterable[str]) -> tuple[str, ...]:
         return tuple(map(text.searched, markers))
 
     return ReasoningMarkers(
-        begin=searched(found.begin),
-        end=searched(found.end),
-        dropped=searched(found.dropped),
-        repeats=found.repeats,
+        begin=searched(form.begin),
+        end=searched(form.end),
+        dropped=searched(form.dropped),
+        repeats=form.repeats,
         controls=text.controls,
-        opened_by=found.begin,
-        closed_by=found.closed_by or found.end[0],
+        opened_by=form.begin,
+        closed_by=form.closed_by or form.end[0],
     )

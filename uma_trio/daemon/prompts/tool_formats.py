@@ -221,17 +221,17 @@ def find_tool_format(template: str) -> ToolFormat | None:
     return None
 
 
-def write_calls(found: ToolFormat, calls: Sequence[tuple[str, Mapping[str, Any]]], n_before: int = 0) -> str:
+def write_calls(form: ToolFormat, calls: Sequence[tuple[str, Mapping[str, Any]]], n_before: int = 0) -> str:
     """Names of tools with their arguments, as a model writes them.
 
     Args:
         n_before: calls before these, in the whole conversation.
     """
     written = [
-        _write_call(found, name, _write_arguments(found.tags, arguments), n)
+        _write_call(form, name, _write_arguments(form.tags, arguments), n)
         for n, (name, arguments) in enumerate(calls, start=n_before)
     ]
-    return found.around[0] + ("\n" if found.separator is None else found.separator).join(written) + found.around[1]
+    return form.around[0] + ("\n" if form.separator is None else form.separator).join(written) + form.around[1]
 
 
 def write_example(found: ToolFormat) -> str:

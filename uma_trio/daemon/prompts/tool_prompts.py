@@ -249,16 +249,16 @@ def _one_call_each(messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
 # -- one that does not -----------------------------------------------------------------------------
 
 
-def _description(tools: Sequence[Fields], found: ToolFormat) -> str:
+def _description(tools: Sequence[Fields], form: ToolFormat) -> str:
     lines = "\n".join(_json(tool["function"]) for tool in tools)
     return (
         f"# Tools\n\nYou can call functions. These are all of them, each as JSON:\n<tools>\n{lines}\n</tools>\n\n"
         "To call one, write this, with the function's name and with arguments that fit its parameters:\n"
-        f"{write_example(found)}"
+        f"{write_example(form)}"
     )
 
 
-def _as_text(messages: Sequence[ChatMessage], found: ToolFormat) -> Iterator[Fields]:
+def _as_text(messages: Sequence[ChatMessage], form: ToolFormat) -> Iterator[Fields]:
     results: list[str] = []
     n_calls = 0
     for message in messages:
@@ -270,7 +270,7 @@ def _as_text(messages: Sequence[ChatMessage], found: ToolFormat) -> Iterator[Fie
             results = []
         fields = _fields(message)
         if message.tool_calls:
-            whole = write_calls(found, [(call.name, call.arguments) for call in message.tool_calls], n_calls)
+            whole = write_calls(form, [(call.name, call.arguments) for call in message.tool_calls], n_calls)
             n_calls += len(message.tool_calls)
             fields["content"] = "\n".join(filter(None, (message.text, whole)))
         yield fields

@@ -60,15 +60,15 @@ class Catalog:
         """The model that requests call so; ``None`` is the name of the default one."""
         if name is None:
             return next(iter(self._models.values()))
-        found = self._models.get(bare_name(name)) or self._models.get(name)
-        if found is None:
-            found = next((model for model in self._models.values() if name in model.spec.aliases), None)
-        if found is None and ":" in name:  # MODEL:ADAPTER
+        served = self._models.get(bare_name(name)) or self._models.get(name)
+        if served is None:
+            served = next((model for model in self._models.values() if name in model.spec.aliases), None)
+        if served is None and ":" in name:  # MODEL:ADAPTER
             model, _, adapter = name.rpartition(":")
-            found = self.named(model)
-            if found is not None and adapter not in [each.name for each in found.spec.config.model.adapters]:
+            served = self.named(model)
+            if served is not None and adapter not in [each.name for each in served.spec.config.model.adapters]:
                 return None
-        return found
+        return served
 
     def may_load(self, principal: str | None) -> bool:
         """Whether requests of a principal may have models that are not configured; ``None`` is the owner."""
@@ -125,7 +125,7 @@ class Catalog:
         """
         wanted = {spec.name: spec for spec in specs}
         before = self._models
-        found = {name: model for name, model in before.items() if not model.spec.is_configured and name not in wanted}
+        models = {name: model for name, model in before.items() if not model.spec.is_configured and name not in wanted}
         changed, added = [], []
         for name, spec in wanted.items():
             model = before.get(name)
@@ -135,9 +135,9 @@ class Catalog:
             elif relevant(model.spec) != relevant(spec):
                 model.spec, model.memory_bytes, model.description, model.failure = spec, None, None, None
                 changed.append(model)
-            found[name] = model
-        self._models = {name: found[name] for name in [*wanted, *found]}
-        gone = [model for name, model in before.items() if name not in found]
+            models[name] = model
+        self._models = {name: models[name] for name in [*wanted, *models]}
+        gone = [model for name, model in before.items() if name not in models]
         for model in gone:
             log.info("a model is no longer configured", model=model.name)
             model.is_removed = True

@@ -370,18 +370,18 @@ class ModelRegistry:
             BadRequest: there are several.
         """
         services = [model.instance.service for model in self._catalog.models if model.instance is not None]
-        found = [(service, each) for service in services for each in service.answers_of(request_id, principal)]
-        if not found:
+        answers = [(service, each) for service in services for each in service.answers_of(request_id, principal)]
+        if not answers:
             raise AnswerNotFound(
                 f"you have no running answer {request_id!r}: it has ended, has not begun, or belongs to another principal",
                 field="request_id",
             )
-        if len(found) > 1:
+        if len(answers) > 1:
             raise BadRequest(
-                f"{len(found)} answers run as {request_id!r}: give each request an id of its own, and n 1",
+                f"{len(answers)} answers run as {request_id!r}: give each request an id of its own, and n 1",
                 field="request_id",
             )
-        return found[0]
+        return answers[0]
 
     def watched(self, name: str | None) -> ModelService | None:
         """The service of a model, if it is loaded; ``None`` is the default model, or the first one that is loaded.

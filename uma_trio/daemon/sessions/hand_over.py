@@ -129,14 +129,14 @@ class HandOver:
         return session.busy or (session.is_here and session.record.key in self._claims)
 
     def _answer_to(self, key: SessionKey, session: Session | None, query: LeaseQuery) -> SessionLease:
-        found = self._state(session)
+        answer = self._state(session)
         if query.peer == self._node:
-            return attrs.evolve(found, state="self")
+            return attrs.evolve(answer, state="self")
         if query.content not in ("", self._content):
             return attrs.evolve(self._state(None), content=self._content)
-        if found.state != "held" and key in self._claims:
-            return attrs.evolve(found, state="claimed")
-        return found
+        if answer.state != "held" and key in self._claims:
+            return attrs.evolve(answer, state="claimed")
+        return answer
 
     def _claim(self, key: SessionKey, session: Session | None, epoch: int, owner: object) -> None:
         if key in self._arriving:
@@ -193,13 +193,13 @@ class HandOver:
             )
         if path is None or not session.durable:
             raise NotHandedOver(f"session {session.record.key.id!r} is not on disk: try again", field="session_id")
-        found = [
+        paths = [
             ("turns", path),
             ("state", await self._offloader.file_of(session.record.tokens, session.record.key.principal)),
         ]
         return [
             SessionFile(kind="turns" if kind == "turns" else "state", path=str(each), n_bytes=n_bytes)
-            for kind, each in found
+            for kind, each in paths
             if each is not None and (n_bytes := await self._in_thread(_size, each))
         ]
 

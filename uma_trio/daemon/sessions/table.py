@@ -252,12 +252,12 @@ class SessionTable:
         of somebody who has fewer.
         """
         idle = [session for session in self._sessions.values() if not session.busy]
-        found = [session for session in idle if monotonic - session.unused_since > self._ttl_s]
-        excess = len(self._sessions) - len(found) - self._max_sessions
+        leaving = [session for session in idle if monotonic - session.unused_since > self._ttl_s]
+        excess = len(self._sessions) - len(leaving) - self._max_sessions
         if excess > 0:
-            late = {*found}
-            found += _of_those_with_most([session for session in idle if session not in late], excess)
-        return found
+            late = {*leaving}
+            leaving += _of_those_with_most([session for session in idle if session not in late], excess)
+        return leaving
 
     def any_begins_with(self, tokens: TokenIds, *, principal: str) -> bool:
         """Whether the history of a session of ``principal`` begins with ``tokens``."""

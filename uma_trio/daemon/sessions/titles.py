@@ -32,10 +32,10 @@ def own_title(messages: Sequence[ChatMessage]) -> str:
 def _after_files(question: str) -> tuple[int, str]:
     """Where the text after the files of ``question`` begins, and the name of the first file."""
     at, name = 0, ""
-    while (found := _FILE.match(question, at)) is not None:
-        end = question.find("\n" + found[2], found.end())
+    while (begin := _FILE.match(question, at)) is not None:
+        end = question.find("\n" + begin[2], begin.end())
         if end < 0:
             break
-        name = name or found[1]
-        at = end + 1 + len(found[2])
+        name = name or begin[1]
+        at = end + 1 + len(begin[2])
     return at, name

@@ -84,14 +84,14 @@ class Run:
         while True:
             await anyio.sleep_until(self._paused_until)
             async with self.slots:
-                found = await self.answer(row)
-            if isinstance(found, Later):
-                n_broken += found.may_be_its_fault
+                result = await self.answer(row)
+            if isinstance(result, Later):
+                n_broken += result.may_be_its_fault
                 if n_broken < MAX_TRIES:  # whatever refused this row would refuse the others as well
-                    self._paused_until = max(self._paused_until, anyio.current_time() + found.wait_s)
+                    self._paused_until = max(self._paused_until, anyio.current_time() + result.wait_s)
                     continue
-                found = found.result
-            await send.send(found)
+                result = result.result
+            await send.send(result)
             free.release()
             return
 

@@ -106,19 +106,19 @@ class Channel:
             self._client = httpx2.AsyncClient(verify=verify, follow_redirects=False, trust_env=False)
         headers = {SIGNATURE: header, "content-type": "application/json"}
         headers["accept-encoding"] = "identity"  # what is read is what was signed, and no larger than it looks
-        timeout, found = httpx2.Timeout(timeout_s, connect=CONNECT_S), bytearray()
+        timeout, content = httpx2.Timeout(timeout_s, connect=CONNECT_S), bytearray()
         try:
             with anyio.fail_after(timeout_s):  # the timeout of the client is that of each read
                 async with self._client.stream(
                     "POST", url + PATH, content=body, headers=headers, timeout=timeout
                 ) as answer:
                     async for part in answer.aiter_raw():
-                        found += part
-                        if len(found) > CHUNK_BYTES:
+                        content += part
+                        if len(content) > CHUNK_BYTES:
                             raise PeerSilent(f"{url} answers with more than {CHUNK_BYTES} bytes")
         except (httpx2.HTTPError, TimeoutError) as error:
             raise PeerSilent(f"{url} does not answer: {error!r}") from None
-        return answer.status_code, answer.headers.get(SIGNATURE, ""), bytes(found)
+        return answer.status_code, answer.headers.get(SIGNATURE, ""), bytes(content)
 
 
 def _code(content: bytes) -> str:

@@ -160,12 +160,12 @@ class Peers:
 
         async def ask(url: str) -> None:
             try:
-                answers[url] = found = _lease_in(await self.channel.ask(url, question))
+                answers[url] = lease = _lease_in(await self.channel.ask(url, question))
             except (PeerSilent, PeerRefused) as error:
                 log.info("a peer does not answer", reason=str(error))
                 answers[url] = None
             else:
-                if found.state == "held":
+                if lease.state == "held":
                     tasks.cancel_scope.cancel()
 
         async with anyio.create_task_group() as tasks:

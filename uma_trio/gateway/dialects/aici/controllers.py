@@ -51,16 +51,16 @@ async def upload(call: Call) -> Response:
     wasm = await call.request.body()
     if not wasm:
         raise invalid("the body must be a Wasm module")
-    found: Controllers = await call.ask(
+    stored: Controllers = await call.ask(
         lambda client: client.upload_controller(wasm, **_on_behalf(call)),
         counts=True,
     )
     return json_response(
         Uploaded(
-            module_id=found.module_id,
-            wasm_size=found.wasm_size,
-            compiled_size=found.compiled_size,
-            time=round(found.time_ms or 0),
+            module_id=stored.module_id,
+            wasm_size=stored.wasm_size,
+            compiled_size=stored.compiled_size,
+            time=round(stored.time_ms or 0),
         )
     )
 

@@ -83,14 +83,14 @@ async def count_tokens(call: Call) -> Response:
     request, warnings = await call.read(Chat)
     tools, skipped = tool_fields(request)
     chat = ChatMessages(request)
-    found = await call.tokenize_chat(
+    prompt = await call.tokenize_chat(
         model=request.model,
         messages=without_noise(chat.messages),
         continue_final_message=chat.is_begun,
         tools=tools.get("tools"),
         chat_template_kwargs=request.template_kwargs,
     )
-    return json_response(TokenCount(input_tokens=len(found.tokens)), warnings=[*warnings, *chat.warnings, *skipped])
+    return json_response(TokenCount(input_tokens=len(prompt.tokens)), warnings=[*warnings, *chat.warnings, *skipped])
 
 
 def _block(part: Part) -> dict[str, Any]:

@@ -40,12 +40,12 @@ def with_fields_of(dialect: str) -> Callable[[T], T]:
 
 def fields_of(body: msgspec.Struct, dialect: str) -> dict[str, Any]:
     """The fields that ``body`` gives, in the socket protocol.  One that is ``None`` is not limited, or left to chance."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for row, name in _rows_by_name(dialect):
         value = getattr(body, name)
-        if value is not None and row.name not in found:
-            found[row.name] = row.from_client(value)
-    return found
+        if value is not None and row.name not in fields:
+            fields[row.name] = row.from_client(value)
+    return fields
 
 
 @functools.cache

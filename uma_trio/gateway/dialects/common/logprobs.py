@@ -22,7 +22,7 @@ def logprobs_of(event: Token | Reasoning) -> Logprobs | None:
     )
 
 
-def probabilities(found: Sequence[Logprobs]) -> list[TokenProbability]:
+def probabilities(logprobs: Sequence[Logprobs]) -> list[TokenProbability]:
     """Log probabilities as the APIs of OpenAI and Ollama have them."""
     return [
         TokenProbability(
@@ -33,5 +33,5 @@ def probabilities(found: Sequence[Logprobs]) -> list[TokenProbability]:
                 Probability(token=top.text, logprob=top.logprob, bytes=top.bytes) for top in each.top_logprobs
             ],
         )
-        for each in found
+        for each in logprobs
     ]

@@ -35,17 +35,17 @@ class Tool(msgspec.Struct):
 
 def offered_tools(tools: Sequence[Tool], warnings: list[str]) -> list[dict[str, Any]]:
     """Tools of the socket protocol; adds a warning for each that is skipped."""
-    found = []
+    offered = []
     for index, tool in enumerate(tools):
         if tool.type != "function" or tool.function is None:
             warnings.append(f"tools[{index}] was skipped: only functions are supported, and it is {tool.type!r}")
             continue
         function = tool.function
-        found.append(
+        offered.append(
             {
                 "name": function.name,
                 "description": function.description or "",
                 "parameters": function.parameters or {},
             }
         )
-    return found
+    return offered

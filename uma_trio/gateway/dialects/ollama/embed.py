@@ -47,14 +47,14 @@ async def embed(call: Call) -> Response:
     request, warnings = await call.read(EmbedRequest)
     began = time.monotonic_ns()
     texts = [request.input] if isinstance(request.input, str) else request.input
-    found = await _embeddings(call, request.model, texts, dimensions=request.dimensions)
-    vectors: Any = await encoded_vectors(call.large_work, found.embeddings)
+    embedded = await _embeddings(call, request.model, texts, dimensions=request.dimensions)
+    vectors: Any = await encoded_vectors(call.large_work, embedded.embeddings)
     body = Embedded(
         model=request.model,
         embeddings=vectors,
         total_duration=time.monotonic_ns() - began,
         load_duration=0,
-        prompt_eval_count=found.usage.prompt_tokens,
+        prompt_eval_count=embedded.usage.prompt_tokens,
     )
     return json_response(body, warnings=warnings)
 

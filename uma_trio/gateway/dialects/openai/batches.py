@@ -14,7 +14,7 @@ from uma_trio.gateway.answer import json_response
 from uma_trio.gateway.batches.service import kept, owner_of, page_of, service_of
 from uma_trio.gateway.batches.store import OPEN, Batch, new_id
 from uma_trio.gateway.dialects.openai.dialect import OPENAI
-from uma_trio.gateway.dialects.openai.files import KEPT_S
+from uma_trio.gateway.dialects.openai.files import KEPT_S, no_file
 from uma_trio.gateway.dialects.openai.shapes import BatchObject, BatchPage, RequestCounts
 from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import HttpError, invalid
@@ -63,8 +63,7 @@ async def create(call: Call) -> Response:
     window_s = _window_s(request.completion_window)
     file = await kept(service.store.file, owner, request.input_file_id)
     if file is None:
-        message = f"there is no file {request.input_file_id[:100]!r}"
-        raise HttpError(404, "E_GATEWAY_FILE", message, parameter="input_file_id")
+        raise no_file(request.input_file_id, "input_file_id")
     if file.purpose != "batch" or file.url is None:
         raise invalid(f"{file.id} is a file of results; upload one with purpose batch", parameter="input_file_id")
     if request.endpoint != file.url:
@@ -97,19 +96,19 @@ async def list_batches(call: Call) -> Response:
     """The batches of the client, the newest one first."""
     query = call.query(BatchQuery)
     if query.after is not None:
-        await _found(call, query.after)
-    found, has_more = await kept(service_of(call).store.batches, owner_of(call), after=query.after, limit=query.limit)
-    return json_response(page_of(BatchPage, [_batch(each) for each in found], has_more=has_more))
+        await _kept_batch(call, query.after)
+    batches, has_more = await kept(service_of(call).store.batches, owner_of(call), after=query.after, limit=query.limit)
+    return json_response(page_of(BatchPage, [_batch(each) for each in batches], has_more=has_more))
 
 
 async def retrieve(call: Call) -> Response:
     """One batch, and how far it is."""
-    return json_response(_batch(await _found(call, call.request.path_params["id"])))
+    return json_response(_batch(await _kept_batch(call, call.request.path_params["id"])))
 
 
 async def cancel(call: Call) -> Response:
     """Cancel a batch.  Rows that have an answer keep it, in the file of results."""
-    batch = await _found(call, call.request.path_params["id"])
+    batch = await _kept_batch(call, call.request.path_params["id"])
     if batch.status not in OPEN:
         raise HttpError(409, "E_GATEWAY_BATCH_ENDED", f"{batch.id} is {batch.status}, so it cannot be cancelled")
     service = service_of(call)
@@ -122,11 +121,11 @@ async def cancel(call: Call) -> Response:
     return json_response(_batch(batch))
 
 
-async def _found(call: Call, batch_id: str) -> Batch:
-    found = await kept(service_of(call).store.batch, owner_of(call), batch_id)
-    if found is None:
+async def _kept_batch(call: Call, batch_id: str) -> Batch:
+    batch = await kept(service_of(call).store.batch, owner_of(call), batch_id)
+    if batch is None:
         raise HttpError(404, "E_GATEWAY_BATCH", f"there is no batch {batch_id[:100]!r}", parameter="batch_id")
-    return found
+    return batch
 
 
 def _window_s(text: str) -> int:

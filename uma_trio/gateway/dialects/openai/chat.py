@@ -134,13 +134,13 @@ async def _prompt(call: Call) -> tuple[list[int], list[str]]:
     request, warnings = await call.read(ChatRequest)
     messages = without_noise(chat_messages(request.messages))
     tools = tool_fields(request.tools, request.tool_choice, warnings)
-    found = await call.tokenize_chat(
+    prompt = await call.tokenize_chat(
         model=request.model,
         messages=messages,
         tools=None if tools["tool_choice"] == "none" else tools["tools"],
         **template_fields(request, messages),
     )
-    return found.tokens, warnings
+    return prompt.tokens, warnings
 
 
 class ChatChunks(Chunks):
@@ -157,19 +157,19 @@ class ChatChunks(Chunks):
 
     def choice(self, event: Event) -> ChunkChoice:
         """What is new of an answer."""
-        found = ChunkChoice(index=getattr(event, "index", None) or 0, delta=Delta(), finish_reason=None)
+        choice = ChunkChoice(index=getattr(event, "index", None) or 0, delta=Delta(), finish_reason=None)
         match event:
             case Token():
-                found.delta.content = event.text
+                choice.delta.content = event.text
             case Reasoning():
-                found.delta.reasoning_content = event.text
+                choice.delta.reasoning_content = event.text
             case ToolCallDelta():
-                found.delta.tool_calls = [call_delta(event)]
+                choice.delta.tool_calls = [call_delta(event)]
             case Eos():
-                found.finish_reason = finish_reason(event)
+                choice.finish_reason = finish_reason(event)
         if isinstance(event, Token | Reasoning) and (one := logprobs_of(event)) is not None:
-            found.logprobs = ChatLogprobs(content=probabilities([one]))
-        return found
+            choice.logprobs = ChatLogprobs(content=probabilities([one]))
+        return choice
 
     def whole_choice(self, event: Eos) -> ChatChoice:
         """All of an answer."""

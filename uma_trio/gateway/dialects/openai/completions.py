@@ -106,20 +106,20 @@ def _asked(prompt: str | Tokens, suffix: str | None) -> dict[str, Any]:
     return {"infill": {"prefix": prompt, "suffix": suffix}}
 
 
-def _text_logprobs(found: Sequence[Logprobs], offset: int) -> TextLogprobs:
+def _text_logprobs(logprobs: Sequence[Logprobs], offset: int) -> TextLogprobs:
     """Log probabilities in the shape of text completions.
 
     Args:
         offset: characters of the answer before them.
     """
     offsets = []
-    for each in found:
+    for each in logprobs:
         offsets.append(offset)
         offset += len(each.text)
     return TextLogprobs(
-        tokens=[each.text for each in found],
-        token_logprobs=[each.logprob for each in found],
-        top_logprobs=[{top.text: top.logprob for top in _alternatives(each)} for each in found],
+        tokens=[each.text for each in logprobs],
+        token_logprobs=[each.logprob for each in logprobs],
+        top_logprobs=[{top.text: top.logprob for top in _alternatives(each)} for each in logprobs],
         text_offset=offsets,
     )
 
@@ -141,19 +141,19 @@ class TextChunks(Chunks):
 
     def choice(self, event: Event) -> TextChoice:
         """What is new of an answer, or all of it."""
-        found = TextChoice(text="", index=getattr(event, "index", None) or 0, logprobs=None, finish_reason=None)
+        choice = TextChoice(text="", index=getattr(event, "index", None) or 0, logprobs=None, finish_reason=None)
         logprobs = None
         match event:
             case Token():
-                found.text = event.text
+                choice.text = event.text
                 logprobs = None if (one := logprobs_of(event)) is None else [one]
             case Eos():
-                found.text, logprobs, found.finish_reason = event.text or "", event.logprobs, finish_reason(event)
+                choice.text, logprobs, choice.finish_reason = event.text or "", event.logprobs, finish_reason(event)
         if logprobs is not None:
-            offset = self._offsets.get(found.index, 0)
-            found.logprobs = _text_logprobs(logprobs, offset)
-            self._offsets[found.index] = offset + len(found.text)
-        return found
+            offset = self._offsets.get(choice.index, 0)
+            choice.logprobs = _text_logprobs(logprobs, offset)
+            self._offsets[choice.index] = offset + len(choice.text)
+        return choice
 
     def whole_choice(self, event: Eos) -> TextChoice:
         """All of an answer."""

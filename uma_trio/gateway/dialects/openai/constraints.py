@@ -81,11 +81,11 @@ class Constrained(msgspec.Struct, kw_only=True):
             ("json_schema", _one("json_schema", self.json_schema)),
             ("grammar", _one("gbnf", self.grammar or None)),
         ]
-        found = [(name, constraint) for name, constraint in wanted if constraint is not None]
-        if len(found) > 1:
-            names = " and ".join(name for name, _ in found)
-            raise invalid(f"{names} both constrain the answer; send one", parameter=found[1][0])
-        return found[0][1] if found else None
+        given = [(name, constraint) for name, constraint in wanted if constraint is not None]
+        if len(given) > 1:
+            names = " and ".join(name for name, _ in given)
+            raise invalid(f"{names} both constrain the answer; send one", parameter=given[1][0])
+        return given[0][1] if given else None
 
 
 def _one(kind: str, value: Any) -> dict[str, Any] | None:

@@ -42,16 +42,16 @@ async def embed(call: Call) -> Response:
         model=request.model,
         dimensions=request.dimensions,
     )
-    found = await call.unless_disconnected(call.daemon.embed(fields))
+    embedded = await call.unless_disconnected(call.daemon.embed(fields))
     vectors = await encoded_vectors(
-        call.large_work, found.embeddings, list if request.encoding_format == "float" else in_base64
+        call.large_work, embedded.embeddings, list if request.encoding_format == "float" else in_base64
     )
     body = EmbeddingList(
         data=[
             Embedding(index=index, embedding=cast(str, each)) for index, each in enumerate(vectors)
         ],  # encoded already
         model=request.model or (await call.daemon.model()).name,
-        usage=EmbeddingUsage.of(found.usage),
+        usage=EmbeddingUsage.of(embedded.usage),
     )
     return json_response(body, warnings=warnings)
 

@@ -54,15 +54,15 @@ def fingerprint_of(model: ModelDescription) -> str:
 # -- timings and progress ----------------------------------------------------------------------------------
 
 
-def timings(usage: Usage, found: Timings) -> dict[str, float]:
+def timings(usage: Usage, durations: Timings) -> dict[str, float]:
     """Tokens and durations of an answer that has ended."""
-    first_ms = found.total_ms if found.ttft_ms is None else found.ttft_ms
+    first_ms = durations.total_ms if durations.ttft_ms is None else durations.ttft_ms
     return _timings(
         cached=usage.cached_tokens,
         prefilled=usage.prompt_tokens - usage.cached_tokens,
-        prefill_ms=first_ms - found.queue_ms,
+        prefill_ms=first_ms - durations.queue_ms,
         generated=usage.completion_tokens,
-        decode_ms=found.total_ms - first_ms,
+        decode_ms=durations.total_ms - first_ms,
     )
 
 
@@ -162,26 +162,26 @@ class Extras:
         now = self._now()
         answer = self._answers.setdefault(event.index or 0, _Answer(now, event.prefilled_tokens))
         answer.prefilled = max(0, event.prefilled_tokens - answer.cached)
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if self._progress:
-            found["prompt_progress"] = {
+            fields["prompt_progress"] = {
                 "total": event.prompt_tokens,
                 "cache": answer.cached,
                 "processed": event.prefilled_tokens,
                 "time_ms": round(1e3 * (now - answer.began_at)),
             }
         if self._per_token:
-            found["timings"] = answer.timings(now)
-        return found
+            fields["timings"] = answer.timings(now)
+        return fields
 
     def at_end(self, ends: Sequence[Eos]) -> dict[str, Any]:
         """The fields for all answers together: those of the first one."""
         first = min(ends, key=lambda eos: eos.index or 0)
-        found = self.of(first)
+        fields = self.of(first)
         if self._description is not None:
             text = first.text or "".join(self._texts.get(first.index or 0, ()))
-            found["verbose"] = self._description.of(first, text, [], has_new_line="\n" in text)
-        return found
+            fields["verbose"] = self._description.of(first, text, [], has_new_line="\n" in text)
+        return fields
 
 
 # -- the request and its answer in llama-server's words ------------------------------------------------------
@@ -245,7 +245,7 @@ class Description:
         index, usage = eos.index or 0, eos.usage
         prompt = self.prompts[index]
         was_cut = eos.reason == "length"
-        found = eos.logprobs if self.probabilities else None
+        logprobs = eos.logprobs if self.probabilities else None
         return LlamaAnswer(
             index=index,
             content=content,
@@ -262,7 +262,7 @@ class Description:
             stopping_word=eos.stop or "",
             tokens_cached=usage.prompt_tokens + usage.completion_tokens,
             timings=timings(usage, eos.timings),
-            completion_probabilities=UNSET if found is None else [*map(probabilities_of, found)],
+            completion_probabilities=UNSET if logprobs is None else [*map(probabilities_of, logprobs)],
             warnings=[*self.warnings] or UNSET,
         )
 

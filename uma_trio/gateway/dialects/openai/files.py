@@ -131,7 +131,7 @@ async def list_files(call: Call) -> Response:
     query = call.query(FileQuery)
     service, owner = service_of(call), owner_of(call)
     if query.after is not None:
-        await _found(call, query.after)
+        await _kept_file(call, query.after)
     files, has_more = await kept(
         service.store.files,
         owner,
@@ -145,12 +145,12 @@ async def list_files(call: Call) -> Response:
 
 async def retrieve(call: Call) -> Response:
     """One file, without its content."""
-    return json_response(_file(await _found(call, call.request.path_params["id"])))
+    return json_response(_file(await _kept_file(call, call.request.path_params["id"])))
 
 
 async def content(call: Call) -> Response:
     """The content of a file."""
-    file = await _found(call, call.request.path_params["id"])
+    file = await _kept_file(call, call.request.path_params["id"])
     return FileResponse(service_of(call).store.path(file.id), media_type="application/jsonl", filename=file.filename)
 
 
@@ -159,22 +159,23 @@ async def delete(call: Call) -> Response:
     file_id: str = call.request.path_params["id"]
     match await kept(service_of(call).store.delete_file, owner_of(call), file_id):
         case "missing":
-            raise _missing(file_id)
+            raise no_file(file_id)
         case "in use":
             message = f"a batch still reads {file_id}; cancel it first, or wait for its end"
             raise HttpError(409, "E_GATEWAY_FILE_IN_USE", message, parameter="file_id")
     return json_response(DeletedFile(id=file_id, deleted=True))
 
 
-async def _found(call: Call, file_id: str) -> StoredFile:
-    found = await kept(service_of(call).store.file, owner_of(call), file_id)
-    if found is None:
-        raise _missing(file_id)
-    return found
+async def _kept_file(call: Call, file_id: str) -> StoredFile:
+    file = await kept(service_of(call).store.file, owner_of(call), file_id)
+    if file is None:
+        raise no_file(file_id)
+    return file
 
 
-def _missing(file_id: str) -> HttpError:
-    return HttpError(404, "E_GATEWAY_FILE", f"there is no file {file_id[:100]!r}", parameter="file_id")
+def no_file(file_id: str, parameter: str = "file_id") -> HttpError:
+    """The error for a file that the client does not have."""
+    return HttpError(404, "E_GATEWAY_FILE", f"there is no file {file_id[:100]!r}", parameter=parameter)
 
 
 def _file(file: StoredFile) -> File:

@@ -137,14 +137,14 @@ async def _answer(
 
 
 def _chosen(body: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
-    found = {}
+    chosen = {}
     for field in fields:
         value: Any = body
         for name in field.split("/"):
             value = value.get(name) if isinstance(value, dict) else None
         if value is not None:
-            found[field] = value
-    return found
+            chosen[field] = value
+    return chosen
 
 
 class LlamaEvents(AnswerRenderer):
@@ -166,12 +166,12 @@ class LlamaEvents(AnswerRenderer):
 
     def render(self, event: Event) -> bytes:
         """One event for each that has something new."""
-        found = self._extras.of(event)
+        more = self._extras.of(event)
         match event:
             case Token():
-                return self._text(event, found)
-            case PrefillProgress() if found:
-                return sse(LlamaAnswer(index=event.index or 0, content="", tokens=[], stop=False, **found))
+                return self._text(event, more)
+            case PrefillProgress() if more:
+                return sse(LlamaAnswer(index=event.index or 0, content="", tokens=[], stop=False, **more))
             case Eos():
                 has_new_line = (event.index or 0) in self._has_new_line
                 return sse(self._description.of(event, "", [], has_new_line=has_new_line))

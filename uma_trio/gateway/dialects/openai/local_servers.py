@@ -122,7 +122,7 @@ async def tokenize(call: Call) -> Response:
     if (text is None) == (request.messages is None):
         raise invalid("give a text as content or prompt, or messages")
     if text is None:
-        found = await _rendered(call, request, request.messages or [], warnings)
+        prompt = await _rendered(call, request, request.messages or [], warnings)
     else:
         given = request.add_special_tokens if request.add_special is None else request.add_special
         add_special = request.content is None if given is None else given
@@ -132,10 +132,10 @@ async def tokenize(call: Call) -> Response:
             "with_bytes": request.with_pieces,
             "model": request.model,
         }
-        found = await call.ask(lambda client: client.tokenize(text, **fields), counts=True)
-    tokens: list[Any] = found.tokens
-    if found.bytes is not None:
-        with_piece = partial(_with_piece, found.tokens, found.bytes)
+        prompt = await call.ask(lambda client: client.tokenize(text, **fields), counts=True)
+    tokens: list[Any] = prompt.tokens
+    if prompt.bytes is not None:
+        with_piece = partial(_with_piece, prompt.tokens, prompt.bytes)
         tokens = await encoded_items(call.large_work, range(len(tokens)), with_piece, per_piece=TOKENS_PER_PIECE)
     return json_response(Tokens(tokens=tokens, count=len(tokens)), warnings=warnings)
 

@@ -193,9 +193,9 @@ def arguments_of(text: str, parameter: str, cost: JsonCost) -> dict[str, Any]:
     except (InvalidJson, TooManyValues) as error:
         raise refused_json(error, parameter=parameter) from None
     try:
-        found = msgspec.json.decode(text or "{}")
+        arguments = msgspec.json.decode(text or "{}")
     except (msgspec.DecodeError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        arguments = None
+    if not isinstance(arguments, dict):
         raise invalid("arguments must be the text of a JSON object", parameter=parameter)
-    return found
+    return arguments

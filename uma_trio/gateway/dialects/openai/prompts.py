@@ -97,18 +97,18 @@ class Translation:
             return None
         if isinstance(given, dict | list) and len(given) > MAX_BIASES:
             raise invalid(f"logit_bias has {len(given)} pairs; send at most {MAX_BIASES}", parameter="logit_bias")
-        found: dict[str, float] = {}
+        biases: dict[str, float] = {}
         for pair in given.items() if isinstance(given, dict) else given if isinstance(given, list) else [None]:
             match pair:
                 case (int() | str() as what, False | int() | float() as bias) if bias is not True:
                     is_token = type(what) is int or str(what).isdecimal()
                     for token in [what] if is_token else await self._tokens(str(what), add_special=False):
-                        found[str(token)] = BANNED if bias is False else float(bias)
+                        biases[str(token)] = BANNED if bias is False else float(bias)
                 case _:
                     raise invalid(
                         "logit_bias must have pairs of a token or a text and a number or false", parameter="logit_bias"
                     )
-        return found
+        return biases
 
     async def _tokens(self, text: str, *, add_special: bool) -> Tokens:
         self._parts += 1

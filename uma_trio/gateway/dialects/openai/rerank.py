@@ -98,21 +98,21 @@ async def rank(call: Call) -> Response:
     """Rank documents by how well they answer the query, as llama-server and Jina do."""
     request, warnings = await call.read(RerankRequest)
     texts = _documents(request)
-    found = await _ranked(call, request, texts)
+    ranking = await _ranked(call, request, texts)
     if request.texts is not None:
         return json_response(
             [
                 RankedIndex(
                     index=each.index, score=each.score, text=texts[each.index] if request.return_text else UNSET
                 )
-                for each in found.results
+                for each in ranking.results
             ]
         )
     body = Ranking(
         id=call.id,
         model=request.model or (await call.daemon.model()).name,
-        results=_results(request, texts, found),
-        usage=EmbeddingUsage.of(found.usage),
+        results=_results(request, texts, ranking),
+        usage=EmbeddingUsage.of(ranking.usage),
     )
     return json_response(body, warnings=warnings)
 
@@ -121,9 +121,9 @@ async def rank_for_cohere(call: Call) -> Response:
     """Rank documents, in the form of Cohere's second API."""
     request, warnings = await call.read(RerankRequest)
     texts = _documents(request)
-    found = await _ranked(call, request, texts)
+    ranking = await _ranked(call, request, texts)
     meta = RankingMeta(api_version={"version": "2"}, billed_units={"search_units": 1})
-    body = CohereRanking(id=call.id, results=_results(request, texts, found), meta=meta)
+    body = CohereRanking(id=call.id, results=_results(request, texts, ranking), meta=meta)
     return json_response(body, warnings=warnings)
 
 
@@ -142,14 +142,14 @@ def _documents(request: RerankRequest) -> list[str]:
     return [each if isinstance(each, str) else each.text for each in request.documents or request.texts or ()]
 
 
-def _results(request: RerankRequest, texts: list[str], found: client.Ranking) -> list[RankedDocument]:
+def _results(request: RerankRequest, texts: list[str], ranking: client.Ranking) -> list[RankedDocument]:
     return [
         RankedDocument(
             index=each.index,
             relevance_score=each.score,
             document=RankedText(text=texts[each.index]) if request.return_documents else UNSET,
         )
-        for each in found.results
+        for each in ranking.results
     ]
 
 

@@ -92,14 +92,14 @@ async def adapters_of(call: Call, request: Sampling) -> list[dict[str, Any]] | N
     if not request.lora:
         return None
     model = await call.daemon.model(request.model)
-    found = []
+    adapters = []
     for number, each in enumerate(request.lora):
         if not 0 <= each.id < len(model.adapters):
             there = f"{len(model.adapters)} adapters" if model.adapters else "no adapters (--adapter NAME=FILE)"
             message = f"lora names the adapter {each.id}; {model.name} has {there}"
             raise HttpError(AdapterNotFound.http_status, AdapterNotFound.code, message, parameter=f"lora[{number}].id")
-        found.append({"name": model.adapters[each.id].name, "scale": each.scale})
-    return found
+        adapters.append({"name": model.adapters[each.id].name, "scale": each.scale})
+    return adapters
 
 
 def session_fields(session_id: str | None, prompts: Sequence[object]) -> dict[str, Any]:

@@ -107,14 +107,14 @@ async def earlier(call: Call, previous: str | None, conversation: Any, model: st
             pass
         case _:
             raise invalid("conversation is the id of one, or an object with it", parameter="conversation")
-    found = await _transcript(call, name, model)
-    if found is None:
+    transcript = await _transcript(call, name, model)
+    if transcript is None:
         return Earlier([], session=name)
-    if found.session.busy:
+    if transcript.session.busy:
         raise HttpError(
             409, SessionBusy.code, f"a request of the conversation {name!r} is running", parameter="conversation"
         )
-    return Earlier(_messages(found), session=name)
+    return Earlier(_messages(transcript), session=name)
 
 
 async def _after_response(call: Call, previous: str, model: str | None) -> Earlier:
@@ -129,17 +129,17 @@ async def _after_response(call: Call, previous: str, model: str | None) -> Earli
             parameter="previous_response_id",
         )
     own = stored.head.model
-    found = await _transcript(call, previous, own)
-    if found is None:
+    transcript = await _transcript(call, previous, own)
+    if transcript is None:
         raise _missing(previous, "previous_response_id")
-    messages, instructions = _messages(found), stored.head.instructions
+    messages, instructions = _messages(transcript), stored.head.instructions
     if instructions and messages and messages[0] == {"role": "system", "content": instructions}:
         del messages[0]
     return Earlier(messages, fork_of=previous if model in (None, own) else None)
 
 
-def _messages(found: Transcript) -> Messages:
-    return [*map(message_fields, found.messages)]
+def _messages(transcript: Transcript) -> Messages:
+    return [*map(message_fields, transcript.messages)]
 
 
 async def _transcript(call: Call, session: str, model: str | None) -> Transcript | None:
@@ -274,10 +274,10 @@ async def create_conversation(call: Call) -> Response:
 async def retrieve_conversation(call: Call) -> Response:
     """A conversation of the default model that has an answer."""
     name = call.request.path_params["id"]
-    found = await _transcript(call, name, None)
-    if found is None:
+    transcript = await _transcript(call, name, None)
+    if transcript is None:
         raise _no_conversation(name)
-    return json_response(ConversationObject(id=name, created_at=int(found.session.created_at), metadata={}))
+    return json_response(ConversationObject(id=name, created_at=int(transcript.session.created_at), metadata={}))
 
 
 async def delete_conversation(call: Call) -> Response:

@@ -86,13 +86,13 @@ async def tokenizer_file(call: Call) -> Response:
         raise HttpError(501, "E_GATEWAY_NO_FILE", "the gateway runs as another user than the daemon, so it has no file")
     library = call.config.model.llama_dir
     work = FILES.of(model.path, model, None if library is None else str(library))
-    found = await call.unless_disconnected(work)
-    if found.reason:
-        raise HttpError(501, "E_GATEWAY_NO_FILE", f"{model.name} has no tokenizer.json: {found.reason}")
-    headers = {"ETag": found.tag, "Cache-Control": "no-cache"}
-    if call.request.headers.get("if-none-match") == found.tag:
+    file = await call.unless_disconnected(work)
+    if file.reason:
+        raise HttpError(501, "E_GATEWAY_NO_FILE", f"{model.name} has no tokenizer.json: {file.reason}")
+    headers = {"ETag": file.tag, "Cache-Control": "no-cache"}
+    if call.request.headers.get("if-none-match") == file.tag:
         return Response(status_code=304, headers=headers)
-    return Response(found.content, headers=headers, media_type=JSON)
+    return Response(file.content, headers=headers, media_type=JSON)
 
 
 ENDPOINTS = (OPENAI.get("/tokenizer.json", tokenizer_file),)

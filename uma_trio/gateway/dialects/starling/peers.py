@@ -68,9 +68,9 @@ async def _answer(call: Call, question: PeerQuestion) -> tuple[bytes, str]:
         case "confirm" | "read":
             of |= {"epoch": question.epoch}
     action = {"read": "files", "offer": "ask"}.get(question.action, question.action)
-    found = await call.ask(lambda client: client.lease(action, question.session_id, **of))
+    lease = await call.ask(lambda client: client.lease(action, question.session_id, **of))
     if question.action == "read":
-        paths = [file.path for file in found.files if file.kind == question.kind]
+        paths = [file.path for file in lease.files if file.kind == question.kind]
         if not paths:
             raise invalid(f"the session has no file of the kind {question.kind}", parameter="kind")
         try:
@@ -78,12 +78,12 @@ async def _answer(call: Call, question: PeerQuestion) -> tuple[bytes, str]:
         except OSError as error:
             raise HttpError(503, CODE, f"a file of the session cannot be read: {error.strerror}") from None
     answer = PeerAnswer(
-        state=found.state,
-        epoch=found.epoch,
-        given_to=found.given_to,
-        busy=found.busy,
-        content=found.content,
-        files=[FileOffer(file.kind, PurePath(file.path).name, file.n_bytes) for file in found.files],
+        state=lease.state,
+        epoch=lease.epoch,
+        given_to=lease.given_to,
+        busy=lease.busy,
+        content=lease.content,
+        files=[FileOffer(file.kind, PurePath(file.path).name, file.n_bytes) for file in lease.files],
     )
     return msgspec.json.encode(answer), JSON
 

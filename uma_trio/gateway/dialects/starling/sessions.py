@@ -61,9 +61,11 @@ async def read_session(call: Call) -> Response:
     """What a session contains: the messages of a chat, or the text of plain prompts and their answers."""
     request, warnings = await call.read(SessionRequest)
     async with call.daemon.sessions_at_hand(request.model, request.session_id) as client:
-        found = await client.transcript(**msgspec.structs.asdict(request))
-    content: dict[str, Any] = {"messages": found.messages} if found.text is None else {"text": found.text}
-    return json_response(SessionContent(session=found.session, **content), warnings=warnings)
+        transcript = await client.transcript(**msgspec.structs.asdict(request))
+    content: dict[str, Any] = (
+        {"messages": transcript.messages} if transcript.text is None else {"text": transcript.text}
+    )
+    return json_response(SessionContent(session=transcript.session, **content), warnings=warnings)
 
 
 async def close_session(call: Call) -> Response:
@@ -157,21 +159,21 @@ async def _running(call: Call, request: SessionRequest) -> AnswerInfo:
     Raises:
         HttpError: none runs.
     """
-    found = await _find(call, _answer_id(request.session_id))
-    if found is None or found.state not in RUNNING:
+    answer = await _find(call, _answer_id(request.session_id))
+    if answer is None or answer.state not in RUNNING:
         message = f"no answer of the session {request.session_id[:100]!r} is running; read the session"
         raise HttpError(404, "E_GATEWAY_NO_ANSWER", message)
-    return found
+    return answer
 
 
 async def _find(call: Call, name: str) -> AnswerInfo | None:
     try:
-        [found] = await call.ask(lambda client: client.answers("read", answer_id=name, with_messages=True))
+        [answer] = await call.ask(lambda client: client.answers("read", answer_id=name, with_messages=True))
     except HttpError as error:
         if error.code != AnswerNotFound.code:
             raise
         return None
-    return found
+    return answer
 
 
 OF_A_REQUEST: Final = ("messages", "prompt", "model", "drop_messages", "history", "continue_final_message")
