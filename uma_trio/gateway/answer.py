@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, nullcontext
@@ -12,9 +13,8 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from uma_trio.client import Eos, Event
-from uma_trio.gateway.errors import HttpError, client_left
-from uma_trio.gateway.forecast import ForecastHeaders
+from uma_trio.client import Eos, Event, Forecast
+from uma_trio.gateway.errors import ETA, HttpError, client_left
 from uma_trio.processes.large_work import LargeWork
 
 T = TypeVar("T")
@@ -152,6 +152,39 @@ class AnswerRenderer(Renderer[Event]):
         Args:
             ends: the last events of all answers of a request, by ``index``.
         """
+
+
+POSITION: Final = "x-uma-queue-position"
+
+
+class ForecastHeaders:
+    """Keeps the latest forecast of one answer, for headers that say when it is predicted to start and to end.
+
+    Args:
+        passes: the client has asked for ``forecast`` events, so they are passed on.
+    """
+
+    def __init__(self, *, passes: bool) -> None:
+        self._passes = passes
+        self._latest: Forecast | None = None
+        self._at = 0.0
+
+    def kept(self, batch: list[Item]) -> list[Item]:
+        """``batch``, mostly without forecasts: the status of the response waits for the first other event."""
+        for event in batch:
+            if isinstance(event, Forecast):
+                self._latest, self._at = event, time.monotonic()
+                break
+        else:
+            return batch
+        return batch if self._passes else [event for event in batch if not isinstance(event, Forecast)]
+
+    def headers(self) -> Mapping[str, str]:
+        """The place in the queue, 0 for one that runs, and milliseconds from now to the end; none before a forecast."""
+        if self._latest is None:
+            return {}
+        eta_ms = self._latest.end_ms - 1e3 * (time.monotonic() - self._at)
+        return {POSITION: str(self._latest.queue_position), ETA: str(max(0, round(eta_ms)))}
 
 
 class StreamedAnswer(Response, Generic[Item]):

@@ -28,8 +28,8 @@ from uma_trio.gateway.dialects.ollama import endpoints as ollama
 from uma_trio.gateway.dialects.openai import endpoints as openai
 from uma_trio.gateway.dialects.starling import endpoints as starling
 from uma_trio.gateway.endpoint import Dialect, Endpoint, by_path, dialects_of
-from uma_trio.gateway.errors import HttpError
-from uma_trio.gateway.guard import Guard, with_headers
+from uma_trio.gateway.errors import HttpError, internal_error
+from uma_trio.gateway.guard import Guard, path_of, with_headers
 from uma_trio.gateway.key_file import CurrentTenants
 from uma_trio.gateway.limits import Limiter, WrongKeys
 from uma_trio.gateway.origins import Origins
@@ -221,7 +221,7 @@ def _methods_at(scope: Scope) -> set[str]:
 
 
 async def _bug(request: Request, _: Exception) -> Response:
-    return _error(request, HttpError(500, "E_RUNTIME_INTERNAL", "internal error; the daemon's log has the details"))
+    return _error(request, internal_error())
 
 
 def _error(request: Request, error: HttpError) -> Response:
@@ -236,8 +236,7 @@ def _refuse(error: HttpError, scope: Scope) -> Response:
 
 def _dialect_of(scope: Scope) -> Dialect:
     """The dialect of a request that no endpoint answers: that of its path, or of what its client sends."""
-    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
-    headers = Headers(scope=scope)
+    path, headers = path_of(scope), Headers(scope=scope)
     for endpoint in ENDPOINTS:
         if endpoint.path == path:
             return endpoint.chosen_by(headers).dialect

@@ -14,11 +14,12 @@ from starlette.routing import Route
 
 from uma_trio.client import Client, TokenList
 from uma_trio.config import Config
-from uma_trio.errors import ModelNotFound
+from uma_trio.errors import ModelNotFound, UmaError
 from uma_trio.gateway.answer import (
     EVENT_STREAM,
     JSON,
     AnswerRenderer,
+    ForecastHeaders,
     Renderer,
     StreamedAnswer,
     json_response,
@@ -27,7 +28,6 @@ from uma_trio.gateway.answer import (
 from uma_trio.gateway.charging import Account
 from uma_trio.gateway.daemon_client import Daemon
 from uma_trio.gateway.errors import FieldNames, HttpError, field_renamer, invalid
-from uma_trio.gateway.forecast import ForecastHeaders
 from uma_trio.gateway.guard import check_admin, check_owner, is_unknown
 from uma_trio.gateway.limits import Limiter
 from uma_trio.gateway.media import media_of
@@ -342,6 +342,15 @@ class Call:
             self.count_request()
         async with self.daemon.connect() as client:
             return await question(client)
+
+    async def find(self, question: Callable[[Client], Awaitable[R]], missing: type[UmaError]) -> R | None:
+        """The same as ``ask``; ``None`` if the daemon refuses with the error ``missing``."""
+        try:
+            return await self.ask(question)
+        except HttpError as error:
+            if error.code != missing.code:
+                raise
+            return None
 
     async def tokenize_chat(self, **fields: Any) -> TokenList:
         """The text and the tokens of a chat, as a request with these fields would prefill it.  Counts as a request.

@@ -15,6 +15,7 @@ from uma_trio.errors import (
     ControllerNotFound,
     DeadlineMissed,
     FrameTooLarge,
+    InternalError,
     InvalidJson,
     ModelNotFound,
     PromptTooLarge,
@@ -22,7 +23,9 @@ from uma_trio.errors import (
     TooManyValues,
     all_errors,
 )
-from uma_trio.gateway.forecast import ETA
+
+ETA: Final = "x-uma-eta-ms"
+"""The header that says in how many milliseconds an answer will be complete."""
 
 NO_DAEMON: Final = "E_GATEWAY_NO_DAEMON"
 LOADING: Final = "E_GATEWAY_LOADING"
@@ -107,6 +110,11 @@ def invalid(message: str, *, parameter: str | None = None) -> HttpError:
 def client_left() -> HttpError:
     """The error for a request whose client has closed the connection."""
     return HttpError(499, "E_GATEWAY_CLIENT_LEFT", "the client closed the connection")
+
+
+def internal_error(what: str = "internal error") -> HttpError:
+    """The error for a defect, which was logged."""
+    return HttpError(500, InternalError.code, f"{what}; the daemon's log has the details")
 
 
 def refused_json(error: TooManyValues | InvalidJson, *, parameter: str | None = None) -> HttpError:

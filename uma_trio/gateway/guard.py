@@ -104,7 +104,7 @@ class Guard:
         state["is_draining"] = self.is_draining
         if self.is_draining:
             send = with_headers(send, _close)
-        bodies = self.other_bodies.get((scope["method"], _path(scope)), self.bodies)
+        bodies = self.other_bodies.get((scope["method"], path_of(scope)), self.bodies)
         body = state["body"] = Body(bodies, headers, receive)
         try:
             self._check_load(scope)
@@ -142,9 +142,9 @@ class Guard:
         self.refuses_at = min(self.refuses_at, self.now() + self.drain_notice_s)
 
     def _check_load(self, scope: Scope) -> None:
-        if self.refuses_at <= self.now() and _path(scope) not in self.open_paths:
+        if self.refuses_at <= self.now() and path_of(scope) not in self.open_paths:
             raise draining()
-        if scope["state"].get("is_overloaded") and _path(scope) not in self.open_paths:
+        if scope["state"].get("is_overloaded") and path_of(scope) not in self.open_paths:
             message = f"too many requests are in flight (http_max_connections); {try_again_in(OVERLOADED_RETRY_MS)}"
             raise HttpError(429, TooManyConnections.code, message, retry_after_ms=OVERLOADED_RETRY_MS)
 
@@ -183,7 +183,7 @@ class Guard:
             return None
         keys = list(_presented(headers))
         sender = next((tenant for tenant in map(tenants.find, keys) if tenant is not None), None)
-        if sender is None and _path(scope) not in self.open_paths:
+        if sender is None and path_of(scope) not in self.open_paths:
             raise self._refused_key(scope) if keys else HttpError(401, "E_GATEWAY_KEY", KEY_MISSING)
         scope["state"]["n_tenants"] = len(tenants.by_name)
         return sender
@@ -224,7 +224,7 @@ def _close(headers: MutableHeaders) -> None:
     headers["connection"] = "close"
 
 
-def _path(scope: Scope) -> str:
+def path_of(scope: Scope) -> str:
     """The path below the one where another application has mounted this one."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))

@@ -9,12 +9,13 @@ from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
 import uma_trio
+from uma_trio.client import Health
 from uma_trio.errors import ShuttingDown
 from uma_trio.gateway.answer import json_response
 from uma_trio.gateway.dialects.common.shapes import Shape
 from uma_trio.gateway.dialects.starling.dialect import STARLING
 from uma_trio.gateway.endpoint import Call
-from uma_trio.gateway.errors import HttpError
+from uma_trio.gateway.errors import NO_DAEMON, NO_DAEMON_RETRY_MS, HttpError
 
 READY_TIMEOUT_S: Final = 2.0
 """A daemon that does not answer in this time is not ready."""
@@ -43,6 +44,20 @@ class Readiness(Shape):
     checks: list[Check]
 
 
+async def health_of_daemon(call: Call) -> Health:
+    """What the daemon says of itself.
+
+    Raises:
+        HttpError: it cannot be reached, or does not answer in time.
+    """
+    try:
+        with anyio.fail_after(READY_TIMEOUT_S):
+            return await call.ask(lambda client: client.health())
+    except TimeoutError:
+        message = f"the daemon did not answer within {READY_TIMEOUT_S:g} s"
+        raise HttpError(503, NO_DAEMON, message, retry_after_ms=NO_DAEMON_RETRY_MS) from None
+
+
 async def healthz(call: Call) -> Response:
     """The gateway is up, whatever the daemon does."""
     return json_response(Healthy(status="ok", version=uma_trio.__version__))
@@ -53,11 +68,7 @@ async def readyz(call: Call) -> Response:
     if call.is_draining:
         return _readiness([Check(name="draining", ok=False, reason=str(ShuttingDown()))])
     try:
-        with anyio.fail_after(READY_TIMEOUT_S):
-            health = await call.ask(lambda client: client.health())
-    except TimeoutError:
-        reason = f"the daemon did not answer within {READY_TIMEOUT_S:g} s"
-        return _readiness([Check(name="daemon", ok=False, reason=reason)])
+        health = await health_of_daemon(call)
     except HttpError as error:
         return _readiness([Check(name="daemon", ok=False, reason=error.message)], error.headers)
     checks = [

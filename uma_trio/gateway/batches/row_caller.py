@@ -13,14 +13,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from uma_trio.config import Config
-from uma_trio.errors import InternalError, InvalidJson, ShuttingDown, TooManyValues
+from uma_trio.errors import InvalidJson, ShuttingDown, TooManyValues
 from uma_trio.gateway.answer import StreamedAnswer
 from uma_trio.gateway.batches.rows import Row, RowResult
 from uma_trio.gateway.batches.run import Later
 from uma_trio.gateway.charging import Account
 from uma_trio.gateway.daemon_client import Daemon
 from uma_trio.gateway.endpoint import Call, Endpoint
-from uma_trio.gateway.errors import LOADING, NO_DAEMON, HttpError, invalid, refused_json
+from uma_trio.gateway.errors import LOADING, NO_DAEMON, HttpError, internal_error, invalid, refused_json
 from uma_trio.gateway.request_logger import RequestRecord, log
 from uma_trio.processes.large_work import LARGE_BYTES, LargeWork
 from uma_trio.protocol.json_cost import JsonCost
@@ -118,7 +118,7 @@ def _result(row: Row, request_id: str, response: Response) -> RowResult:
 def _bug(request_id: str) -> HttpError:
     """The error for an exception, which is logged, in an endpoint."""
     log.exception("a row of a batch has found a bug", id=request_id)
-    return HttpError(500, InternalError.code, "internal error; the daemon's log has the details")
+    return internal_error()
 
 
 def _check_cost(body: bytes) -> None:

@@ -24,7 +24,7 @@ from uma_trio.gateway.answer import NDJSON, Renderer, encode, json_line, json_re
 from uma_trio.gateway.dialects.common.shapes import Warned
 from uma_trio.gateway.dialects.ollama.dialect import OLLAMA, model_name
 from uma_trio.gateway.endpoint import Call
-from uma_trio.gateway.errors import HttpError, invalid
+from uma_trio.gateway.errors import HttpError, internal_error, invalid
 from uma_trio.processes.interpreter import package_environment, python_module
 
 MODULE: Final = "uma_trio.hub"
@@ -185,7 +185,7 @@ async def _run(call: Call, **task: Any) -> AsyncIterator[list[Mapping[str, Any]]
                 return
             yield [line]
     except (anyio.IncompleteRead, anyio.DelimiterNotFound):
-        raise HttpError(500, "E_RUNTIME_INTERNAL", "internal error; the daemon's log has the details") from None
+        raise internal_error() from None
     finally:
         if process.returncode is None:
             process.kill()

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, Final, Literal
 
-import anyio
 import msgspec
 from msgspec import Meta
 from starlette.responses import Response
@@ -25,9 +24,9 @@ from uma_trio.gateway.dialects.openai.dialect import OPENAI
 from uma_trio.gateway.dialects.openai.messages import Message, chat_messages, template_fields
 from uma_trio.gateway.dialects.openai.tools import tool_fields
 from uma_trio.gateway.endpoint import Call
-from uma_trio.gateway.errors import HttpError, invalid
+from uma_trio.gateway.errors import invalid
 from uma_trio.gateway.guard import draining
-from uma_trio.gateway.health import READY_TIMEOUT_S
+from uma_trio.gateway.health import health_of_daemon
 from uma_trio.protocol.chat import MAX_MESSAGES, MAX_TOOLS
 
 TOKENS_PER_PIECE: Final = 4096
@@ -71,13 +70,7 @@ async def health(call: Call) -> Response:
     """The daemon answers, and does not stop.  How busy it is does not matter: ``/readyz`` says that."""
     if call.is_draining:
         raise draining()
-    try:
-        with anyio.fail_after(READY_TIMEOUT_S):
-            await call.ask(lambda client: client.health())
-    except TimeoutError:
-        raise HttpError(
-            503, "E_GATEWAY_NO_DAEMON", f"the daemon did not answer within {READY_TIMEOUT_S:g} s", retry_after_ms=1000
-        ) from None
+    await health_of_daemon(call)
     return json_response(Health(status="ok"))
 
 

@@ -144,12 +144,7 @@ def _messages(transcript: Transcript) -> Messages:
 
 async def _transcript(call: Call, session: str, model: str | None) -> Transcript | None:
     """The content of a session; ``None`` if there is none."""
-    try:
-        return await call.ask(lambda client: client.transcript(session, model=model))
-    except HttpError as error:
-        if error.code != SessionNotFound.code:
-            raise
-        return None
+    return await call.find(lambda client: client.transcript(session, model=model), SessionNotFound)
 
 
 async def fork(call: Call, source: str, name: str, model: str | None) -> None:
@@ -163,12 +158,10 @@ async def _find(call: Call, id: str, *, parameter: str = "response_id") -> tuple
     Raises:
         HttpError: there is none.
     """
-    try:
-        [info] = await call.ask(lambda client: client.answers("read", answer_id=id))
-    except HttpError as error:
-        if error.code != AnswerNotFound.code:
-            raise
-        raise _missing(id, parameter) from None
+    infos = await call.find(lambda client: client.answers("read", answer_id=id), AnswerNotFound)
+    if infos is None:
+        raise _missing(id, parameter)
+    [info] = infos
     try:
         return info, msgspec.json.decode(info.client_state or "", type=StoredHead)
     except msgspec.MsgspecError:  # a detached answer of the socket
@@ -245,13 +238,8 @@ async def delete(call: Call) -> Response:
 
 async def _close(call: Call, session: str, model: str | None) -> bool:
     """Close a session; returns whether there was one."""
-    try:
-        await call.ask(lambda client: client.sessions("close", session_id=session, model=model))
-    except HttpError as error:
-        if error.code != SessionNotFound.code:
-            raise
-        return False
-    return True
+    closed = await call.find(lambda client: client.sessions("close", session_id=session, model=model), SessionNotFound)
+    return closed is not None
 
 
 class ConversationRequest(msgspec.Struct, kw_only=True):

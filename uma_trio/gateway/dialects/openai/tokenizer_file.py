@@ -14,11 +14,10 @@ import attrs
 from starlette.responses import Response
 
 from uma_trio.client import ModelDescription
-from uma_trio.errors import InternalError
 from uma_trio.gateway.answer import JSON
 from uma_trio.gateway.dialects.openai.dialect import OPENAI
 from uma_trio.gateway.endpoint import Call
-from uma_trio.gateway.errors import HttpError
+from uma_trio.gateway.errors import HttpError, internal_error
 from uma_trio.gateway.request_logger import log
 from uma_trio.processes.interpreter import package_environment, python_module
 
@@ -70,7 +69,7 @@ async def _make(path: str, library: str | None) -> _File:
     log.error(
         "the vocabulary cannot be written", code=done.returncode, stderr=done.stderr[-2000:].decode("utf-8", "replace")
     )
-    raise HttpError(500, InternalError.code, "the vocabulary cannot be written; the daemon's log has the details")
+    raise internal_error("the vocabulary cannot be written")
 
 
 FILES: Final = Files()

@@ -167,13 +167,8 @@ async def _running(call: Call, request: SessionRequest) -> AnswerInfo:
 
 
 async def _find(call: Call, name: str) -> AnswerInfo | None:
-    try:
-        [answer] = await call.ask(lambda client: client.answers("read", answer_id=name, with_messages=True))
-    except HttpError as error:
-        if error.code != AnswerNotFound.code:
-            raise
-        return None
-    return answer
+    answers = await call.find(lambda client: client.answers("read", answer_id=name, with_messages=True), AnswerNotFound)
+    return None if answers is None else answers[0]
 
 
 OF_A_REQUEST: Final = ("messages", "prompt", "model", "drop_messages", "history", "continue_final_message")
