@@ -78,7 +78,7 @@ def test_cells_of_other_sequences_make_room(open_engine, prompts):
 
 @pytest.mark.parametrize(("failing", "code", "reason"), [(0, -3, "code -3"), (2, 2, "aborted"), (2, 1, "no room")])
 def test_a_failed_call_costs_the_drafts_and_nothing_else(open_engine, prompts, monkeypatch, failing, code, reason):
-    """Of all sequences: what each has in the KV cache of the draft model is unknown then."""
+    """All sequences lose theirs: what each has in the KV cache of the draft model is unknown then."""
     engine = open_engine(ctx=1024)
     inputs = [DraftInput(seq_id, 0, prompts[seq_id], 4) for seq_id in range(2)]
     expected = engine.draft(inputs, 0.0)

@@ -15,7 +15,7 @@ import msgspec
 
 from uma_trio.client import Eos, Event, PrefillProgress, Reasoning, Token, ToolCallDelta
 from uma_trio.gateway.answer import AnswerRenderer
-from uma_trio.gateway.dialects.common.logprobs import logprobs_of
+from uma_trio.gateway.dialects.common.shapes import logprobs_of
 from uma_trio.protocol.events import Logprobs
 
 

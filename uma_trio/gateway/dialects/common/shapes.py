@@ -5,10 +5,14 @@ A field that may be missing is ``T | UnsetType``.  All other fields are always t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
+
+from uma_trio.client import Reasoning, Token
+from uma_trio.protocol.events import Logprobs
 
 
 class Shape(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -37,3 +41,31 @@ class TokenProbability(Probability):
 
 Object = dict[str, Any]
 """An object whose fields are described elsewhere."""
+
+
+def logprobs_of(event: Token | Reasoning) -> Logprobs | None:
+    """The log probabilities of one token, if the request asked for them."""
+    if event.token_id is None or event.logprob is None:
+        return None
+    return Logprobs(
+        token_id=event.token_id,
+        text=event.text,
+        bytes=event.bytes or [],
+        logprob=event.logprob,
+        top_logprobs=event.top_logprobs or [],
+    )
+
+
+def probabilities(logprobs: Sequence[Logprobs]) -> list[TokenProbability]:
+    """Log probabilities as the APIs of OpenAI and Ollama have them."""
+    return [
+        TokenProbability(
+            token=each.text,
+            logprob=each.logprob,
+            bytes=each.bytes,
+            top_logprobs=[
+                Probability(token=top.text, logprob=top.logprob, bytes=top.bytes) for top in each.top_logprobs
+            ],
+        )
+        for each in logprobs
+    ]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
+import msgspec
 from msgspec import UNSET, Meta
 from starlette.responses import Response
 
-from uma_trio.client import Eos, Event, Reasoning, Token, ToolCallDelta
+from uma_trio.client import Eos, Event, Reasoning, Token, ToolCall, ToolCallDelta
 from uma_trio.gateway.answer import json_response, sse
 from uma_trio.gateway.dialects.common.conversation import (
     NO_REASONING,
@@ -15,26 +17,29 @@ from uma_trio.gateway.dialects.common.conversation import (
     reasoning_kwargs,
     without_noise,
 )
-from uma_trio.gateway.dialects.common.logprobs import logprobs_of, probabilities
+from uma_trio.gateway.dialects.common.shapes import logprobs_of, probabilities
 from uma_trio.gateway.dialects.common.tools import TOOL_NAMES, Tool
 from uma_trio.gateway.dialects.openai.chunks import Chunks, finish_reason
 from uma_trio.gateway.dialects.openai.dialect import OPENAI
 from uma_trio.gateway.dialects.openai.extras import Extras, describe, head_of, rendered
-from uma_trio.gateway.dialects.openai.messages import Message, chat_messages, template_fields
+from uma_trio.gateway.dialects.openai.messages import Message, chat_messages, template_fields, tool_fields
 from uma_trio.gateway.dialects.openai.resumable import ResumableChunks, last_place
 from uma_trio.gateway.dialects.openai.sampling import Sampling, adapters_of
 from uma_trio.gateway.dialects.openai.shapes import (
     AnswerMessage,
+    CallDelta,
+    CalledFunction,
     ChatChoice,
     ChatChunk,
     ChatCompletion,
     ChatLogprobs,
     ChunkChoice,
     Delta,
+    FunctionDelta,
     InputTokens,
     PromptTokens,
 )
-from uma_trio.gateway.dialects.openai.tools import call_delta, tool_fields, whole_calls
+from uma_trio.gateway.dialects.openai.shapes import Call as WholeCall
 from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import invalid
 from uma_trio.protocol.chat import MAX_MESSAGES, MAX_TOOLS
@@ -141,6 +146,24 @@ async def _prompt(call: Call) -> tuple[list[int], list[str]]:
         **template_fields(request, messages),
     )
     return prompt.tokens, warnings
+
+
+def whole_calls(calls: Sequence[ToolCall]) -> list[WholeCall]:
+    """The calls of an answer."""
+    encode = msgspec.json.encode
+    return [
+        WholeCall(id=call.id, function=CalledFunction(name=call.name, arguments=encode(call.arguments).decode()))
+        for call in calls
+    ]
+
+
+def call_delta(event: ToolCallDelta) -> CallDelta:
+    """A part of a call: id and name in the first one, arguments in the others."""
+    function = FunctionDelta(arguments=event.arguments or "")
+    if event.name is None:
+        return CallDelta(index=event.call, function=function)
+    function.name = event.name
+    return CallDelta(index=event.call, function=function, id=event.call_id, type="function")
 
 
 class ChatChunks(Chunks):

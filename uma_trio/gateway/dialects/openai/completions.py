@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from uma_trio.client import Eos, Event, Token
 from uma_trio.gateway.answer import json_response, sse
-from uma_trio.gateway.dialects.common.logprobs import logprobs_of
+from uma_trio.gateway.dialects.common.shapes import logprobs_of
 from uma_trio.gateway.dialects.openai.chunks import Chunks, finish_reason
 from uma_trio.gateway.dialects.openai.dialect import OPENAI
 from uma_trio.gateway.dialects.openai.extras import Extras, describe, head_of

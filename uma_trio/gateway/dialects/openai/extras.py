@@ -15,8 +15,8 @@ from msgspec import UNSET
 
 import uma_trio
 from uma_trio.client import Eos, Event, ModelDescription, PrefillProgress, Reasoning, Token
-from uma_trio.gateway.dialects.openai.llama_shapes import LlamaAnswer, StopType
 from uma_trio.gateway.dialects.openai.sampling import Sampling
+from uma_trio.gateway.dialects.openai.shapes import LlamaAnswer, StopType
 from uma_trio.gateway.endpoint import Call
 from uma_trio.protocol.events import Logprob, Logprobs
 from uma_trio.protocol.parameters import DEFAULT_BREAKERS, PARAMETERS

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from uma_trio.client import Eos, Event, PrefillProgress, Token
 from uma_trio.gateway.answer import AnswerRenderer, json_response, sse
-from uma_trio.gateway.dialects.common.logprobs import logprobs_of
+from uma_trio.gateway.dialects.common.shapes import logprobs_of
 from uma_trio.gateway.dialects.openai.completions import MAX_PROMPTS
 from uma_trio.gateway.dialects.openai.dialect import OPENAI, error_body
 from uma_trio.gateway.dialects.openai.extras import (
@@ -25,9 +25,9 @@ from uma_trio.gateway.dialects.openai.extras import (
     generation_settings,
     probabilities_of,
 )
-from uma_trio.gateway.dialects.openai.llama_shapes import LlamaAnswer, LoraAdapter, Props, SlotInfo
 from uma_trio.gateway.dialects.openai.prompts import Translation, is_several
 from uma_trio.gateway.dialects.openai.sampling import Sampling, adapters_of, session_fields
+from uma_trio.gateway.dialects.openai.shapes import LlamaAnswer, LoraAdapter, Props, SlotInfo
 from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import HttpError
 from uma_trio.protocol.requests import MAX_INFILL_FILES

@@ -21,8 +21,7 @@ from uma_trio.gateway.dialects.common.conversation import without_noise
 from uma_trio.gateway.dialects.common.shapes import Shape, Warned
 from uma_trio.gateway.dialects.common.tools import TOOL_NAMES, Tool
 from uma_trio.gateway.dialects.openai.dialect import OPENAI
-from uma_trio.gateway.dialects.openai.messages import Message, chat_messages, template_fields
-from uma_trio.gateway.dialects.openai.tools import tool_fields
+from uma_trio.gateway.dialects.openai.messages import Message, chat_messages, template_fields, tool_fields
 from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import invalid
 from uma_trio.gateway.guard import draining

@@ -1,9 +1,9 @@
-"""Messages of OpenAI's chats: texts, pictures, sound, and calls of tools."""
+"""Chats of OpenAI's API in the socket protocol: messages with texts, pictures, sound and calls, and the tools to choose from."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Final, Literal, Protocol
 
 import msgspec
 from msgspec import Meta
@@ -11,9 +11,12 @@ from msgspec import Meta
 from uma_trio.errors import InvalidJson, TooManyValues
 from uma_trio.gateway.dialects.common.contents import SEEING_ROLES, Picture, content_of, picture_of_url
 from uma_trio.gateway.dialects.common.conversation import continues
+from uma_trio.gateway.dialects.common.tools import Tool, offered_tools
 from uma_trio.gateway.errors import invalid, refused_json
 from uma_trio.protocol.chat import MAX_MESSAGES
 from uma_trio.protocol.json_cost import JsonCost
+
+CHOICES: Final = "'auto', 'none', 'required', or {'type': 'function', 'function': {'name': ...}}"
 
 
 class ImageUrl(msgspec.Struct):
@@ -199,3 +202,42 @@ def arguments_of(text: str, parameter: str, cost: JsonCost) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise invalid("arguments must be the text of a JSON object", parameter=parameter)
     return arguments
+
+
+def tool_fields(
+    tools: Sequence[Tool] | None, choice: str | dict[str, Any] | None, warnings: list[str]
+) -> dict[str, Any]:
+    """The fields of the socket protocol; adds a warning for each tool that is skipped.
+
+    Raises:
+        HttpError: the choice is not possible.
+    """
+    offered = offered_tools(tools or (), warnings)
+    if isinstance(choice, dict):
+        allowed, choice = _choice(choice)
+        if allowed is not None:
+            offered = [tool for tool in offered if tool["name"] in allowed]
+    elif choice not in (None, "auto", "none", "required"):
+        raise invalid(f"tool_choice must be {CHOICES}", parameter="tool_choice")
+    return {"tools": offered or None, "tool_choice": choice}
+
+
+def _choice(choice: dict[str, Any]) -> tuple[frozenset[str] | None, str | dict[str, str]]:
+    """The names of the tools that may be called, ``None`` for all, and the choice of the socket protocol."""
+    match choice:
+        case {"type": "function", "function": {"name": str() as name}} | {"type": "function", "name": str() as name}:
+            return None, {"name": name}
+        case {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list() as tools},
+        }:
+            names = [_allowed_name(tool) for tool in tools]
+            return frozenset(name for name in names if name is not None), mode
+    raise invalid(f"tool_choice must be {CHOICES}", parameter="tool_choice")
+
+
+def _allowed_name(tool: Any) -> str | None:
+    match tool:
+        case {"function": {"name": str() as name}} | {"name": str() as name}:
+            return name
+    return None

@@ -8,8 +8,8 @@ import msgspec
 
 from uma_trio.client import Eos, Event, PrefillProgress
 from uma_trio.gateway.answer import sse
-from uma_trio.gateway.dialects.common.logprobs import probabilities
 from uma_trio.gateway.dialects.common.parts import Part, PartRenderer
+from uma_trio.gateway.dialects.common.shapes import probabilities
 from uma_trio.gateway.dialects.openai.dialect import error_code
 from uma_trio.gateway.dialects.openai.extras import Extras
 from uma_trio.gateway.dialects.openai.response_items import custom_input, seal

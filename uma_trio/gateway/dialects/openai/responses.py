@@ -27,6 +27,7 @@ from uma_trio.gateway.dialects.common.tools import Tool as ChatTool
 from uma_trio.gateway.dialects.openai.constraints import ResponseFormat, constraint_of_format
 from uma_trio.gateway.dialects.openai.dialect import OPENAI
 from uma_trio.gateway.dialects.openai.extras import Extras
+from uma_trio.gateway.dialects.openai.messages import tool_fields
 from uma_trio.gateway.dialects.openai.response_events import ResponseEvents
 from uma_trio.gateway.dialects.openai.response_items import Conversation, Item, has_files
 from uma_trio.gateway.dialects.openai.shapes import (
@@ -38,7 +39,6 @@ from uma_trio.gateway.dialects.openai.shapes import (
 )
 from uma_trio.gateway.dialects.openai.stored_responses import EARLIER_NAMES, StoredHead, earlier, fork, new_id, whole
 from uma_trio.gateway.dialects.openai.stored_responses import ENDPOINTS as STORED_ENDPOINTS
-from uma_trio.gateway.dialects.openai.tools import tool_fields
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import invalid
 from uma_trio.protocol.chat import MAX_MESSAGES, MAX_TOOLS

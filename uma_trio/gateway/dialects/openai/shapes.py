@@ -1,16 +1,72 @@
-"""Shapes of answers in OpenAI's API."""
+"""Shapes of answers in OpenAI's API and in llama-server's own."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from uma_trio.gateway.dialects.common.shapes import Object, Shape, TokenProbability, Warned
-from uma_trio.gateway.dialects.openai.llama_shapes import LlamaAnswer
 from uma_trio.protocol import usage as of_daemon
+
+# -- llama-server's own API -------------------------------------------------------------------------------
+
+StopType = Literal["none", "eos", "limit", "word"]
+
+
+class LlamaAnswer(msgspec.Struct, kw_only=True):
+    """An answer of llama-server's own API, or an event of a stream.  ``response_fields`` selects others."""
+
+    index: int | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    tokens: list[int] | UnsetType = UNSET
+    stop: bool | UnsetType = UNSET
+    model: str | UnsetType = UNSET
+    tokens_predicted: int | UnsetType = UNSET
+    tokens_evaluated: int | UnsetType = UNSET
+    tokens_cached: int | UnsetType = UNSET
+    generation_settings: Object | UnsetType = UNSET
+    prompt: str | UnsetType = UNSET
+    has_new_line: bool | UnsetType = UNSET
+    truncated: bool | UnsetType = UNSET
+    stop_type: StopType | UnsetType = UNSET
+    stopping_word: str | UnsetType = UNSET
+    timings: Object | UnsetType = UNSET
+    completion_probabilities: list[Any] | UnsetType = UNSET
+    prompt_progress: Object | UnsetType = UNSET
+    warnings: list[str] | UnsetType = UNSET
+
+
+class SlotInfo(Shape):
+    """Room for one answer."""
+
+    id: int
+    n_ctx: int
+    is_processing: bool
+
+
+class LoraAdapter(Shape):
+    """A LoRA adapter of the model."""
+
+    id: int
+    path: str
+    """Its name."""
+    scale: float
+
+
+class Props(Shape):
+    """llama-server's description of itself."""
+
+    default_generation_settings: Object
+    total_slots: int
+    model_alias: str
+    model_path: str
+    chat_template: str
+    modalities: dict[str, bool]
+    build_info: str
+
 
 # -- usage and log probabilities ------------------------------------------------------------------------
 
