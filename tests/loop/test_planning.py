@@ -27,6 +27,7 @@ from uma_trio.daemon.serving.sequence import Sequence, State
 from uma_trio.daemon.serving.step import InFlightStep, PlannedStep, build_step, complete_step
 from uma_trio.engine_link.attention import AttentionScan
 from uma_trio.engine_link.messages import StepInput, StepOutput
+from uma_trio.grammar.compiler import Grammar
 from uma_trio.principal import Principal
 from uma_trio.protocol.requests import Embed, Generate, Slo
 from uma_trio.telemetry.metrics import Telemetry
@@ -141,9 +142,67 @@ async def test_streams_go_on_in_a_step_that_runs_ahead(planning):
     assert [*step.rows] == streams
     ahead = found.planner.step_ahead(step)
     assert [ahead.sequences[view.seq_id] for view in ahead.plan.decodes] == streams
-    assert [view.n_context for view in ahead.plan.decodes] == [6, 6, 6], "the step in flight computes one token of each"
+    n_passes = step.plan.n_passes
+    assert [view.n_context for view in ahead.plan.decodes] == [5 + n_passes] * 3, "what the step in flight computes"
     [call] = build_step(ahead, 99, (), in_flight=step)[1].calls
     assert not any(isinstance(each, StepInput) for each in call), "their tokens are not known yet"
+
+
+def cost_of(call_ms: float) -> CostModel:
+    return CostModel(LinearModel((call_ms, 0.0, 0.0, 0.0, 0.0)))
+
+
+@pytest.mark.parametrize(("call_ms", "n_passes"), [(0.5, 6), (0.9, 3), (1.5, 2), (1.6, 1), (5.0, 1)])
+async def test_a_quick_step_has_several_passes(planning, call_ms, n_passes):
+    found = planning()
+    found.streams(3)
+    found.timings.cost = cost_of(call_ms)
+    step = found.submitted(found.next_step())
+    assert step.plan.n_passes == n_passes
+    assert step.plan.predicted_ms == pytest.approx(n_passes * call_ms)
+    assert {row.n_samples for row in step.rows.values()} == {n_passes}
+    assert found.planner.step_ahead(step).plan.n_passes == n_passes
+
+
+async def test_no_stream_gets_more_tokens_than_it_may_have_or_later_than_it_should(planning):
+    found = planning()
+    streams = found.streams(3)
+    found.timings.cost = cost_of(0.5)
+    streams[1].bounds.token_limit = len(streams[1].tokens) + 4
+    step = found.submitted(found.next_step())
+    assert step.plan.n_passes == 4
+    ahead = found.planner.step_ahead(step)
+    assert [ahead.sequences[view.seq_id] for view in ahead.plan.decodes] == [streams[0], streams[2]]
+    found.planner.undo(ahead)
+    streams[1].bounds.token_limit += 2
+    assert found.planner.step_ahead(step).plan.n_passes == 2
+    found.complete(step)
+    streams[2].due_at = trio.current_time() + 0.0016
+    assert found.next_step().plan.n_passes == 2, "one is left, and 1.6 ms have room for three"
+
+
+async def test_where_something_may_come_between_two_tokens_there_is_one_pass(planning):
+    def two_streams(**engine: Any) -> tuple[Planning, Sequence]:
+        found = planning(**engine)
+        first, *_ = found.streams(2)
+        found.timings.cost = cost_of(0.5)
+        return found, first
+
+    found, _ = two_streams(can_truncate=False)
+    assert found.next_step().plan.n_passes == 1, "what is behind a stop string could not be removed"
+    found, first = two_streams()
+    first.sampling = attrs.evolve(first.sampling, grammar=Grammar("a key", ""))
+    assert found.next_step().plan.n_passes == 1
+    found, first = two_streams()
+    first.bounds.steering = object()
+    assert found.next_step().plan.n_passes == 1, "its client changes it"
+    found, first = two_streams()
+    first.speculation.forced = (5,)
+    assert found.next_step().plan.n_passes == 1
+    found, first = two_streams()
+    found.ask(2000)
+    found.timings.cost = CostModel(LinearModel((0.5, 60.0, 0.0, 0.0, 0.0)))
+    assert found.next_step().plan.n_passes == 1, "a prompt waits"
 
 
 async def test_a_stream_that_has_ended_leaves_the_others_in_one_call(planning):
@@ -179,8 +238,10 @@ async def test_where_attention_scans_the_whole_cache_its_cells_count(planning):
     step = found.submitted(planned)
     found.planner.last_was_outlier = False
     ahead = found.planner.step_ahead(step)
-    assert ahead.plan.work.context_tokens == 2 * (cells + 2)
-    assert ahead.plan.work.mean_prefill_context == cells + 2
+    n_new = step.plan.n_rows
+    assert n_new == 2 * step.plan.n_passes
+    assert ahead.plan.work.context_tokens == 2 * (cells + n_new)
+    assert ahead.plan.work.mean_prefill_context == cells + n_new
 
 
 async def test_a_prompt_goes_on_next_to_streams_in_a_step_that_runs_ahead(planning):

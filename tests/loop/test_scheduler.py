@@ -364,7 +364,8 @@ async def test_the_engine_gets_its_next_step_before_clients_get_tokens_that_are_
 
 
 async def test_prefill_runs_ahead_and_so_do_streams_that_begin_and_end(autojump_clock):
-    async with running(FakeEngine(cost_ms=lambda prompt, decodes: 1 + 0.01 * prompt + 0.1 * decodes)) as harness:
+    engine = FakeEngine(cost_ms=lambda prompt, decodes: 1 + 0.01 * prompt + 0.1 * decodes)
+    async with running(engine, multi_step_ms=0.0) as harness:
         prompts = [[n] * (100 + 50 * n) for n in range(1, 30)]
         sinks = [Collector() for _ in prompts]
         sequences = []
@@ -479,4 +480,69 @@ async def test_nothing_of_a_stream_is_computed_behind_its_end_token(autojump_clo
         assert computed.count(0) == 26, "the prompt, and every token but the one that ends it"
         await other.done.wait()
         assert on.tokens == expected_continuation([2], 25)
+        await harness.clean()
+
+
+# -- several tokens of a stream in one tick ----------------------------------------------------------------
+
+
+def quick(**options: Any) -> FakeEngine:
+    """An engine that takes half a millisecond for a step, so that a tick decodes six times."""
+    return FakeEngine(cost_ms=lambda prompt, decodes: 0.5, **options)
+
+
+async def test_quick_streams_get_several_tokens_in_a_tick(autojump_clock):
+    ticks = {}
+    for longest_ms in (0.0, 3.0):
+        async with running(quick(), multi_step_ms=longest_ms) as harness:
+            sinks = [Collector() for _ in range(3)]
+            sequences = [harness.ask([n + 1], sink, n=100 + n) for n, sink in enumerate(sinks)]
+            for sequence in sequences:
+                await sequence.done.wait()
+            assert [sink.tokens for sink in sinks] == [expected_continuation([n + 1], 100 + n) for n in range(3)]
+            await harness.clean()
+            telemetry = harness.scheduler.telemetry
+            ticks[longest_ms] = telemetry.ticks_total
+            assert telemetry.tokens_total == 303
+            assert telemetry.decode_calls_total == len([step for step in harness.engine.steps if step.calls])
+    assert ticks[0.0] >= 100
+    assert ticks[3.0] < 40
+
+
+@pytest.mark.parametrize("n_prompt", [1, 2, 3, 4, 5, 6])
+async def test_an_answer_may_end_anywhere_in_a_tick(autojump_clock, n_prompt):
+    prompt = [9] * n_prompt
+    said = expected_continuation(prompt, 40)
+    stop = f"{said[30]} {said[31]}"
+    async with running(quick(eog_after=60)) as harness:
+        sinks = [Collector() for _ in range(4)]
+        sequences = [
+            harness.ask(prompt, sinks[0], n=25),
+            harness.ask(prompt, sinks[1], n=200, stop=[stop]),
+            harness.ask(prompt, sinks[2], n=200),
+            harness.ask(prompt, sinks[3], n=200, stop_token_ids=[said[20]]),
+        ]
+        for sequence in sequences:
+            await sequence.done.wait()
+        assert sinks[0].tokens == said[:25]
+        assert sinks[1].text == "".join(f"{token} " for token in said[:30])
+        assert sinks[2].tokens == expected_continuation(prompt, 60 - n_prompt)
+        assert sinks[3].tokens == said[: said.index(said[20])]
+        assert [sink.last.reason for sink in sinks] == ["length", "stop", "stop", "stop"]
+        assert harness.scheduler.telemetry.ticks_total < 40
+        await harness.clean()
+
+
+@pytest.mark.parametrize("after_s", sampled([0.02 + 0.0003 * n for n in range(20)], 4))
+async def test_a_request_or_a_cancel_waits_for_two_such_ticks_at_most(autojump_clock, after_s):
+    async with running(quick(), multi_step_ms=3.0) as harness:
+        cancelled, other = harness.ask([1], gone := Collector(), n=1000), harness.ask([2], on := Collector(), n=1000)
+        await trio.sleep(after_s)
+        harness.scheduler.cancel(cancelled)
+        assert gone.last.reason == "cancelled"
+        sequence = harness.ask([3, 4], sink := Collector(), n=5)
+        await sequence.done.wait()
+        assert sequence.times.first_token_at - sequence.times.arrived_at <= 2 * 3e-3 + 0.5e-3 + 1e-4
+        await other.done.wait()
+        assert (sink.tokens, on.tokens) == (expected_continuation([3, 4], 5), expected_continuation([2], 1000))
         await harness.clean()

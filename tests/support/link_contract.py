@@ -131,6 +131,46 @@ async def test_a_sequence_that_has_ended_is_dropped_and_the_others_go_on(link, p
     assert [each.tokens for each in found[3:]] == [(token,) for token in expected[1][3:]]
 
 
+def several(calls: list[list[int | StepInput]], n_passes: int, number: int, follows: int = 0) -> Step:
+    """A step of ``n_passes``."""
+    step = Step((), calls, number, follows)
+    step.n_passes = n_passes
+    return step
+
+
+async def test_a_step_of_several_passes_gives_the_tokens_of_as_many_steps(link, prompts):
+    params = [GREEDY, DRAWN, GREEDY]
+    expected = [await alone(link, prompts[seq], 10, params[seq]) for seq in range(3)]
+    link.submit(Step((), [[prefill(seq, prompts[seq], params=params[seq]) for seq in range(3)]], 1))
+    link.submit(several([[0, 1, 2]], 4, 2, 1))
+    link.submit(several([[0, 1], [2]], 4, 3, 2))
+    first, second, third = await answers(link, 3)
+    given = [
+        [*first.tokens[n : n + 1], *second.tokens[4 * n : 4 * n + 4], *third.tokens[4 * n : 4 * n + 4]]
+        for n in range(3)
+    ]
+    assert given == [tokens[:9] for tokens in expected]
+    known = [
+        StepInput(n, len(prompts[n]) + 8, [tokens[8]], [SampleRequest(params[n], 9)])
+        for n, tokens in enumerate(expected)
+    ]
+    last = await link.compute(several([known], 1, 4))
+    assert [*last.tokens] == [tokens[9] for tokens in expected], "the KV cache has what one step after another leaves"
+
+
+async def test_a_sequence_that_ends_in_a_step_of_several_passes_is_dropped(link, prompts):
+    expected = [await alone(link, prompt, 9) for prompt in prompts[:2]]
+    n = next(n for n in range(1, 4) if expected[0].index(expected[0][n]) == n)
+    link.submit(Step((), [[prefill(0, prompts[0], [expected[0][n]]), prefill(1, prompts[1])]], 1))
+    link.submit(several([[0, 1]], 4, 2, 1))
+    link.submit(several([[0, 1]], 4, 3, 2))
+    first, second, third = await answers(link, 3)
+    assert first.tokens == (expected[0][0], expected[1][0])
+    ended = [*expected[0][1 : n + 1], *[DROPPED] * (4 - n)]
+    assert second.tokens == (*ended, *expected[1][1:5])
+    assert third.tokens == (*[DROPPED] * 4, *expected[1][5:9])
+
+
 async def test_a_step_of_which_all_inputs_are_dropped_computes_nothing(link, prompts):
     expected = await alone(link, prompts[0], 1)
     link.submit(Step((), [[prefill(0, prompts[0], expected)]], 1))

@@ -632,6 +632,14 @@ class Scheduling:
         "far as the machine [counts energy](METRICS.md#energy). All requests get slower alike.",
         metavar="SHARE|POWER",
     )
+    multi_step_ms: float = setting(
+        3.0,
+        "Multi-step decoding: a tick decodes as many tokens of each stream as this time has room for, if there is no "
+        "prefill. A small model on a fast device gets faster. A new request may have to wait for two such ticks. 0: always "
+        "one token.",
+        ge=0,
+        le=1000,
+    )
     prefix_reuse: bool = setting(
         True,
         "Keep the KV cache of finished requests while there is room, and reuse the prefixes of finished and running "

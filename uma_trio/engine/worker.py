@@ -116,6 +116,28 @@ class StepRunner:
             options: for ``Engine.step``.
 
         Returns:
+            The output, with ``DROPPED`` for each sequence that ended before.
+
+        Raises:
+            EngineError, StepInterrupted: as for ``_run_once``.
+        """
+        output = self._run_once(step, **options)
+        if step.n_passes == 1:
+            return output
+        ids = [[each.seq_id if isinstance(each, StepInput) else each for each in inputs] for inputs in step.calls]
+        following: SubmittedStep = Step((), ids, step.number)
+        outputs = [output]
+        while len(outputs) < step.n_passes and any(map(self._continue, chain.from_iterable(ids))):
+            outputs.append(self._run_once(following, **options))
+        return _joined(outputs, step.n_passes)
+
+    def _run_once(self, step: SubmittedStep, **options: Any) -> StepOutput:
+        """Compute the calls of ``step`` once.
+
+        Args:
+            options: for ``Engine.step``.
+
+        Returns:
             The output, with ``DROPPED`` for each sequence that ended in the step before.
 
         Raises:
@@ -239,6 +261,26 @@ class StepRunner:
             both += [next(found) for _ in range(ran[seq_id])] if seq_id in ran else [(DROPPED, None)]
         scores = [score for _, score in both] if output.scores else ()
         return msgspec.structs.replace(output, tokens=tuple([token for token, _ in both]), scores=scores)
+
+
+def _joined(outputs: Sequence[StepOutput], n_passes: int) -> StepOutput:
+    """The output of a step whose calls were computed once for each of ``outputs``."""
+    nothing = StepOutput(tokens=(DROPPED,) * len(outputs[0].tokens))
+    each_time = [*outputs, *[nothing] * (n_passes - len(outputs))]
+    by_input = zip(*[each.tokens for each in each_time], strict=True)
+    scores: list[TokenLogprobs | None] = []
+    if any(each.scores for each in outputs):
+        none = [None] * len(outputs[0].tokens)
+        scores = [*chain.from_iterable(zip(*[each.scores or none for each in each_time], strict=True))]
+    return msgspec.structs.replace(
+        outputs[0],
+        tokens=tuple(chain.from_iterable(by_input)),
+        scores=scores,
+        ended_s=outputs[-1].ended_s,
+        decode_ms=sum([each.decode_ms for each in outputs]),
+        sample_ms=sum([each.sample_ms for each in outputs]),
+        copied_rows=sum([each.copied_rows for each in outputs]),
+    )
 
 
 def _end(each: StepInput, n: int) -> int:

@@ -372,6 +372,10 @@ class Step(msgspec.Struct, Generic[Input], array_like=True, tag="step"):
     gives_way: bool = False
     """May be interrupted; see ``Interrupts``.  It has no texts to embed, no draft tokens and no copy of a state, and its
     sequences can be truncated."""
+    n_passes: int = 1
+    """How often the calls are computed, each time with the tokens of the time before (multi-step decoding).  If more than once,
+    each input has one sample, and the step has no operation, grammar, late mask or draft.  The output has ``n_passes`` tokens
+    for each input, one after another, ``DROPPED`` after one that ends its sequence."""
     repeats: bool = False
     """Set by the worker: the calls are those of the step before, and each input goes on with the token that it got there.  So an
     engine may use what it has prepared for that step."""

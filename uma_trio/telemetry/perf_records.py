@@ -73,6 +73,8 @@ class TickRecord(_Record, kw_only=True, tag="tick"):
     prefill_context: float = 0.0
     """KV cells from before this tick that each prompt token scanned."""
     decode_calls: int = 1
+    n_passes: int = 1
+    """Tokens that each decoding sequence could get in the tick, draft tokens aside."""
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
     model_draft_tokens: int = 0

@@ -98,13 +98,13 @@ class Service:
         old = self.departed.get(principal, -math.inf)
         return max(min(old, lowest + MAX_LEAD), math.nextafter(lowest, -math.inf))
 
-    def decoded(self, views: Sequence[SequenceView]) -> Service:
-        """Charge one generated token to each of ``views``."""
+    def decoded(self, views: Sequence[SequenceView], n: int = 1) -> Service:
+        """Charge ``n`` generated tokens to each of ``views``."""
         if not views:
             return self
         costs: dict[str, float] = {}
         for view in views:
-            costs[view.principal] = costs.get(view.principal, 0.0) + DECODE_TOKEN_COST / view.weight
+            costs[view.principal] = costs.get(view.principal, 0.0) + n * DECODE_TOKEN_COST / view.weight
         return self.charged(costs)
 
     def charged(self, costs: Mapping[str, float]) -> Service:

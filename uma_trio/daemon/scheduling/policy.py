@@ -71,8 +71,15 @@ class Plan:
     """The chunks go into a call of their own.  Otherwise they go into the last call."""
     drafts: Sequence[int] = ()
     """Draft tokens to verify with each of ``decodes``; empty if there are none.  The draft model may propose fewer."""
+    n_passes: int = 1
+    """Forward passes in a row: each gives one token of each of ``decodes``.  ``work`` is that of one pass."""
     min_draft_probability: float = 0.0
     """The draft model ends a draft when the probability that all of it is right falls below this: more would not pay."""
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of all passes."""
+        return self.n_passes * self.work.decode_rows + self.work.prefill_tokens
 
 
 def plan(tick: Tick) -> Plan:
@@ -112,6 +119,16 @@ def plan(tick: Tick) -> Plan:
         state = attrs.evolve(state, background_skips=background_skips)
     chosen = _plan_with_prefill(tick, state) if tick.prefills else None
     return _plan_without_prefill(tick, state) if chosen is None else chosen
+
+
+def repeated(chosen: Plan, most: int, longest_ms: float) -> Plan:
+    """``chosen``, which only decodes, with up to ``most`` passes that together take ``longest_ms`` at most."""
+    n = min(most, int(longest_ms / max(chosen.predicted_ms, 1e-6)))
+    if n <= 1:
+        return chosen
+    service = chosen.state.service.decoded(chosen.decodes, n - 1)
+    state = attrs.evolve(chosen.state, service=service)
+    return attrs.evolve(chosen, n_passes=n, state=state, predicted_ms=n * chosen.predicted_ms)
 
 
 def _plan_with_prefill(tick: Tick, state: PolicyState) -> Plan | None:

@@ -18,8 +18,12 @@ from uma_trio.protocol.answers import Steered
 from uma_trio.protocol.usage import Insertion
 
 
-def check_steering(sequence: Sequence, steering: Steering) -> None:
-    """Raise BadRequest if ``sequence`` cannot be changed so."""
+def check_steering(sequence: Sequence, steering: Steering, *, n_sampled: int) -> None:
+    """Raise BadRequest if ``sequence`` cannot be changed so.
+
+    Args:
+        n_sampled: tokens that the steps in flight sample for it, at most.
+    """
     query = steering.query
     if sequence.control.steers:
         raise BadRequest("a controller makes this answer: only the controller can steer it", field="request_id")
@@ -36,7 +40,7 @@ def check_steering(sequence: Sequence, steering: Steering) -> None:
         raise called_already()
     if (query.max_tokens or 0) > sequence.max_tokens:
         raise BadRequest(f"this answer has room for max_tokens {sequence.max_tokens}", field="max_tokens")
-    n_left = (query.max_tokens or sequence.bounds.token_limit) - len(sequence.tokens) - 1
+    n_left = (query.max_tokens or sequence.bounds.token_limit) - len(sequence.tokens) - max(1, n_sampled)
     if len(steering.tokens) >= max(1, n_left):
         raise BadRequest(
             f"{field} has {len(steering.tokens)} tokens, and the answer has room for {max(0, n_left - 1)} more: "

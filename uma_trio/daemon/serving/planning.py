@@ -23,7 +23,7 @@ from uma_trio.daemon.scheduling.bisection import CrashBisection
 from uma_trio.daemon.scheduling.cost import MAX_MARGIN
 from uma_trio.daemon.scheduling.fairness import Service
 from uma_trio.daemon.scheduling.gaps import NO_FILLERS
-from uma_trio.daemon.scheduling.policy import Plan, plan
+from uma_trio.daemon.scheduling.policy import Plan, plan, repeated
 from uma_trio.daemon.scheduling.tick import NO_DRAFT_MODEL, PolicyState, Tick
 from uma_trio.daemon.scheduling.timings import StepTimings
 from uma_trio.daemon.scheduling.view import Priority, SequenceView, foreground
@@ -187,9 +187,12 @@ class StepPlanner:
             ops = (*ops, transfer.op)
         if not chosen.decodes and not chosen.chunks and not ops and embedding is None:
             return NoStep.NOTHING_READY
+        gives_way = transfer is None and embedding is None and not draft_inputs and self._gives_way(chosen, sequences)
         if embedding is not None:
             service = chosen.state.service.charged(embedding.costs())
             chosen = attrs.evolve(chosen, state=attrs.evolve(chosen.state, service=service))
+        elif not (ops or prefills or gives_way):
+            chosen = self._repeated(chosen, sequences, starts_at)
         before, self._policy = self._policy, chosen.state
         return PlannedStep(
             plan=chosen,
@@ -201,10 +204,7 @@ class StepPlanner:
             transfer=transfer,
             embedding=embedding,
             draft_inputs=draft_inputs,
-            gives_way=transfer is None
-            and embedding is None
-            and not draft_inputs
-            and self._gives_way(chosen, sequences),
+            gives_way=gives_way,
         )
 
     def step_ahead(self, step: InFlightStep) -> PlannedStep | NoStep:
@@ -239,15 +239,19 @@ class StepPlanner:
             return NoStep.NOTHING_READY
         chosen, sequences = self._settle(chosen, sequences, step)
         draft_inputs = self._draft_inputs(chosen, sequences) if chosen.drafts else ()
+        gives_way = not draft_inputs and self._gives_way(chosen, sequences)
+        ops = self._cache.take_ops(in_flight=True)
+        if not (ops or prefills or gives_way):
+            chosen = self._repeated(chosen, sequences, step.completed_at, step)
         before, self._policy = self._policy, chosen.state
         return PlannedStep(
             plan=chosen,
             sequences=sequences,
-            ops=self._cache.take_ops(in_flight=True),
+            ops=ops,
             policy_before=before,
             mask_timeout_ms=self._mask_timeout_ms,
             draft_inputs=draft_inputs,
-            gives_way=not draft_inputs and self._gives_way(chosen, sequences),
+            gives_way=gives_way,
         )
 
     def completed(self, completed: CompletedStep) -> None:
@@ -440,6 +444,19 @@ class StepPlanner:
             )
         )
 
+    def _repeated(
+        self, chosen: Plan, sequences: Mapping[int, Sequence], starts_at: float, in_flight: InFlightStep | None = None
+    ) -> Plan:
+        """``chosen``, which computes no prompt, with several passes if that is quick and nothing comes between them."""
+        longest_ms = self._limits.multi_step_ms
+        if 2 * chosen.predicted_ms > longest_ms or chosen.drafts or not chosen.decodes:
+            return chosen
+        if self._drafts is not None or self._controllers or self.bisection.is_active or not self._info.can_truncate:
+            return chosen
+        most = min([_max_passes(sequences[view.seq_id], in_flight) for view in chosen.decodes])
+        due_ms = 1e3 * (min([view.due_s for view in chosen.decodes]) - starts_at)
+        return repeated(chosen, most, min(longest_ms, due_ms))
+
     def _attention(self, step: InFlightStep | None = None) -> Attention:
         """What attention scans in the next step.
 
@@ -449,7 +466,7 @@ class StepPlanner:
         scan = self._info.attention_scan
         if scan is not AttentionScan.CACHE:
             return Attention(scan)
-        n = None if step is None else step.plan.work.prefill_tokens + step.plan.work.decode_rows
+        n = None if step is None else step.plan.n_rows
         return Attention(scan, self._cache.cells_scanned(n))
 
     def _fillers(self) -> Mapping[int, int]:
@@ -478,6 +495,15 @@ class StepPlanner:
     @property
     def _mask_timeout_ms(self) -> float:
         return MASK_TIMEOUT_MS if self._info.can_truncate else LONG_MASK_TIMEOUT_MS
+
+
+def _max_passes(sequence: Sequence, in_flight: InFlightStep | None) -> int:
+    """How many tokens of ``sequence`` may be sampled in a row, after the step in flight, before the daemon must know them."""
+    sampling = sequence.sampling
+    if sampling.grammar is not None or sampling.params.is_adaptive or sequence.speculation.forced:
+        return 1
+    row = None if in_flight is None else in_flight.row_of(sequence)
+    return sequence.n_free - (0 if row is None else row.n_samples)
 
 
 def _often_forced(decodes: abc.Sequence[Sequence]) -> bool:

@@ -296,7 +296,8 @@ class Scheduler:
         Raises:
             BadRequest: it cannot be changed so.
         """
-        check_steering(sequence, steering)
+        rows = [row for step in self._steps if (row := step.row_of(sequence)) is not None]
+        check_steering(sequence, steering, n_sampled=sum([row.n_samples for row in rows]))
         sequence.bounds.steering = steering
         self._steps.revoke_ahead_of(sequence)
         self.wake()
@@ -556,7 +557,7 @@ class Scheduler:
         """Learn from the duration of a step: at once if the next plan should know, otherwise while that step computes."""
         step = completed.step
         if step.rows and not any(row.dropped for row in step.rows.values()):
-            self.timings.record_step(completed.work, completed.duration_ms)
+            self.timings.record_step(completed.work, completed.pass_ms)
 
     def _undo_revoked(self, step: InFlightStep, *, began: bool) -> None:
         """``step`` was withdrawn; if it had begun, its KV operations are done."""

@@ -136,12 +136,13 @@ class Stats:
     def _computed(self, completed: CompletedStep) -> dict[str, Any]:
         """The fields of a ``TickRecord`` about what the step computed."""
         step, output, work, plan = completed.step, completed.output, completed.work, completed.step.plan
+        n = plan.n_passes
         moved = estimate_bytes_moved(
             self._model_size,
-            calls=work.n_calls,
-            tokens=work.decode_rows + work.prefill_tokens,
+            calls=n * work.n_calls,
+            tokens=n * work.decode_rows + work.prefill_tokens,
             outputs=len(output.tokens),
-            context_read=_context_read(work, self._info.attention_scan),
+            context_read=n * _context_read(work, self._info.attention_scan),
         )
         could_move = (self._info.memory_bytes_per_s or 0.0) * completed.duration_ms / 1e3
         drafted, accepted = dict.fromkeys(DRAFT_SOURCES, 0), dict.fromkeys(DRAFT_SOURCES, 0)
@@ -154,9 +155,10 @@ class Stats:
             "prefill_chunks": [(chunk.seq_id, chunk.n_tokens) for chunk in plan.chunks],
             "recomputed_tokens": sum([row.n_recomputed for row in step.rows.values()]) if plan.chunks else 0,
             "tokens": sum([len(new.tokens) for new in completed.new_tokens]),
-            "context_tokens": work.context_tokens,
+            "context_tokens": n * work.context_tokens,
             "prefill_context": work.mean_prefill_context,
-            "decode_calls": work.n_calls,
+            "decode_calls": n * work.n_calls,
+            "n_passes": n,
             "draft_tokens": drafted["lookup"] + drafted["model"],
             "accepted_draft_tokens": accepted["lookup"] + accepted["model"],
             "model_draft_tokens": drafted["model"],

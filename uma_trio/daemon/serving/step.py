@@ -35,6 +35,7 @@ from uma_trio.daemon.serving.offload import Transfer
 from uma_trio.daemon.serving.sequence import Sequence, State
 from uma_trio.engine_link.kv_ops import KvOp
 from uma_trio.engine_link.messages import (
+    DROPPED,
     MASK_LATE,
     Continued,
     Draft,
@@ -107,7 +108,14 @@ class StepRow:
         self.n_samples -= n_fewer
 
     def accept(self, sampled: abc.Sequence[int]) -> abc.Sequence[int]:
-        """The drafts that were sampled as well, and one more token; the engine removes the other drafts."""
+        """The drafts that were sampled as well, and one more token; the engine removes the other drafts.
+
+        Without drafts: what was sampled before the sequence ended.
+        """
+        if not self.drafts:
+            n_left = sampled.count(DROPPED)
+            self.end -= n_left
+            return sampled[: len(sampled) - n_left]
         n = 0
         while n < len(self.drafts) and sampled[n] == self.drafts[n]:
             n += 1
@@ -194,8 +202,13 @@ class CompletedStep:
         return self.output.decode_ms + self.output.sample_ms
 
     @property
+    def pass_ms(self) -> float:
+        """Its duration, divided by its forward passes."""
+        return self.duration_ms / self.step.plan.n_passes
+
+    @property
     def work(self) -> Work:
-        """What was computed: the draft model may have proposed fewer tokens than were planned."""
+        """What each forward pass computed: the draft model may have proposed fewer tokens than were planned."""
         work = self.step.plan.work
         rows = [row for row in self.step.rows.values() if row.n_model_drafts]
         if not rows:
@@ -234,7 +247,7 @@ def build_step(
             goes_on = in_flight is not None and in_flight.row_of(sequence) is not None
             call.inputs.append(view.seq_id if goes_on else sequence.decode_input(drafts))
             source: DraftSource = "model" if n_model_drafts else "grammar" if sequence.speculation.forced else "lookup"
-            n_rows = 1 + len(drafts) + n_model_drafts
+            n_rows = plan.n_passes + len(drafts) + n_model_drafts
             call.rows.append(StepRow(sequence, view.n_context + n_rows, n_rows, drafts, source, n_model_drafts))
         if width:
             calls.append(call)
@@ -260,7 +273,7 @@ def build_step(
     if planned.embedding is not None:
         step.embeddings = planned.embedding.inputs
         step.embedding_adapters = planned.embedding.adapters
-    step.gives_way = planned.gives_way
+    step.gives_way, step.n_passes = planned.gives_way, plan.n_passes
     if planned.draft_inputs:
         step.drafts, step.min_draft_probability = planned.draft_inputs, plan.min_draft_probability
     by_sequence = {row.sequence: row for call in calls for row in call.rows}
@@ -352,7 +365,7 @@ def _count_tokens(
         planned_end: tokens in the KV cache that the step ahead counted on.
     """
     sequence, computed_end = row.sequence, row.end
-    if row.drafts:
+    if len(sampled) > 1:
         sampled = row.accept(sampled)
     if ahead is not None and sampled:
         ahead.move(sequence, row.end - planned_end)
@@ -383,7 +396,7 @@ def _complete_row(
     """
     sequence = row.sequence
     new = append_tokens(sequence, sampled, scores, failure)
-    new.n_drafts_accepted = max(0, len(new.tokens) - 1)
+    new.n_drafts_accepted = max(0, len(new.tokens) - 1) if row.drafts else 0
     new.draft_source = row.source
     if row.source == "grammar":
         sequence.speculation.n_forced += new.n_drafts_accepted
