@@ -16,7 +16,7 @@ from tests.support.real_daemon import missing, real_daemon
 from uma_trio.cli import main
 from uma_trio.client import ModelDescription, PrefillProgress, Token
 from uma_trio.gateway.dialects.openai.extras import Extras, fingerprint_of, generation_settings
-from uma_trio.gateway.dialects.openai.sampling import Sampling
+from uma_trio.gateway.dialects.openai.sampling import SamplingFields
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -143,7 +143,7 @@ def test_responses_have_telemetry_too(gateway: Gateway) -> None:
 
 def test_live_timings_follow_the_clock() -> None:
     times = iter([10.0, 10.5, 11.0, 11.25])
-    extras = Extras(Sampling(stream=True, timings_per_token=True), now=lambda: next(times))
+    extras = Extras(SamplingFields(stream=True, timings_per_token=True), now=lambda: next(times))
     first = extras.of(PrefillProgress(id="r", prefilled_tokens=4, prompt_tokens=10))["timings"]
     assert (first["cache_n"], first["prompt_n"], first["prompt_ms"]) == (4, 0, 0)
     second = extras.of(PrefillProgress(id="r", prefilled_tokens=10, prompt_tokens=10))["timings"]

@@ -9,13 +9,13 @@ import pytest
 import trio
 
 from tests.support.asking import asking
+from tests.support.controlling import Client as Controlled
+from tests.support.controlling import controlling
 from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.profile import amount
 from tests.support.programs import Back, Fork, Gen, Insert, Program, Say, by_path, expected, straight
 from tests.support.serving import remembering, serving
 from tests.support.state_files import MemoryFiles
-from tests.support.steering import Client as Controlled
-from tests.support.steering import steering
 from uma_trio.engine_link.messages import EngineDied, EngineError
 from uma_trio.errors import AdapterNotFound, BadRequest
 from uma_trio.protocol.requests import AdapterChoice
@@ -285,11 +285,11 @@ async def test_texts_with_different_adapters_are_embedded_in_different_chunks(au
 async def test_forks_of_a_controller_keep_its_adapters(autojump_clock, unified):
     """Forks equal separate runs with the same adapters, next to the same program without."""
     script = [Say(list(range(100, 200))), Fork([[Gen(5)], [Insert([7, 8]), Gen(6)], [Gen(4), Back(3, [11]), Gen(2)]])]
-    async with steering({"program": Program}, engine(unified=unified)) as harness:
+    async with controlling({"program": Program}, engine(unified=unified)) as harness:
 
         async def run(program, **fields):
             client = Controlled()
-            await harness.done(await harness.steer("program", client, 300, argument=program, **fields))
+            await harness.done(await harness.control("program", client, 300, argument=program, **fields))
             return client
 
         found = {}

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import trio
 
+from tests.support.controlling import START, Client, Controlling, controlling
 from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.programs import (
     Back,
@@ -22,7 +23,6 @@ from tests.support.programs import (
     straight,
 )
 from tests.support.state_files import MemoryFiles
-from tests.support.steering import START, Client, Steering, steering
 from uma_trio.daemon.prompts.prompt import Prompt
 from uma_trio.daemon.serving.controllers import forking
 from uma_trio.daemon.serving.request import PreparedRequest
@@ -34,20 +34,20 @@ LONG = list(range(100, 400))
 PROGRAMS = {"program": Program}
 
 
-async def run(harness: Steering, script: Script, n: int = 100, **fields) -> Client:
+async def run(harness: Controlling, script: Script, n: int = 100, **fields) -> Client:
     """Run a program to its end."""
-    await harness.done(await harness.steer("program", client := Client(), n, argument=script, **fields))
+    await harness.done(await harness.control("program", client := Client(), n, argument=script, **fields))
     return client
 
 
-def cells(harness: Steering) -> tuple[int, int]:
+def cells(harness: Controlling) -> tuple[int, int]:
     """Cells that are used, by the bookkeeping and in the engine."""
     return harness.scheduler.cache.statistics().cells_used, harness.engine.distinct_cells()
 
 
 @pytest.mark.parametrize(("most", "error"), [(3, "tenant:a has 1 answers in flight and may have 3"), (4, None)])
 async def test_forks_count_as_answers_of_their_principal(autojump_clock, most: int, error: str | None) -> None:
-    async with steering(PROGRAMS, FakeEngine(n_ctx=16384)) as harness:
+    async with controlling(PROGRAMS, FakeEngine(n_ctx=16384)) as harness:
         client = await run(harness, FOUR, 400, principal=Principal("tenant:a", max_requests=most))
         if error is None:
             assert by_path(client, client.tokens) == expected(FOUR)
@@ -75,7 +75,7 @@ FOUR = [
 @pytest.mark.parametrize("can_truncate", [True, False])
 async def test_forks_of_four_equal_four_separate_runs(autojump_clock, unified, can_truncate):
     engine = FakeEngine(n_ctx=16384, unified=unified, can_truncate=can_truncate)
-    async with steering(PROGRAMS, engine) as harness:
+    async with controlling(PROGRAMS, engine) as harness:
         client = await run(harness, FOUR, 400)
         together = by_path(client, client.tokens)
         assert together == expected(FOUR)
@@ -88,7 +88,7 @@ async def test_forks_of_four_equal_four_separate_runs(autojump_clock, unified, c
 
 async def test_sampled_forks_equal_separate_runs_with_their_seeds(autojump_clock):
     script = [Say(LONG), Fork([[Gen(8)]] * 4)]
-    async with steering(PROGRAMS) as harness:
+    async with controlling(PROGRAMS) as harness:
         client = await run(harness, script, 400, temperature=1.0, seed=5)
         together = by_path(client, client.tokens)
         assert len({tuple(tokens) for tokens in together.values()}) == 4
@@ -103,8 +103,8 @@ async def test_forks_share_cells_until_they_part(autojump_clock):
     """The engine would have no room for four copies of the text."""
     engine = FakeEngine(n_ctx=800)
     script = [Say(LONG), Fork([*[[Gen(10), Wait("end")]] * 3, [Gen(40), Set("end")]])]
-    async with steering(PROGRAMS, engine) as harness:
-        sequences = await harness.steer("program", client := Client(), 400, argument=script)
+    async with controlling(PROGRAMS, engine) as harness:
+        sequences = await harness.control("program", client := Client(), 400, argument=script)
         while len(client.tokens) < 4:
             await trio.sleep(0.001)
         assert harness.scheduler.cache.statistics().cells_reserved == 300 + 4 * 100
@@ -128,7 +128,7 @@ async def test_forks_of_forks(autojump_clock):
         Gen(3),
     ]
     engine = FakeEngine(n_ctx=900)
-    async with steering(PROGRAMS, engine) as harness:
+    async with controlling(PROGRAMS, engine) as harness:
         client = await run(harness, script, 400)
         assert by_path(client, client.tokens) == expected(script)
         assert {*expected(script)} == {"/0/0", "/0/1/0", "/0/1/1", "/1"}
@@ -137,8 +137,8 @@ async def test_forks_of_forks(autojump_clock):
 
 async def test_a_fork_that_goes_back_before_it_forked_reserves_its_own_cells(autojump_clock):
     script = [Say(LONG), Fork([[Gen(10), Wait("end")], [Back(200, [5]), Gen(250), Set("end")]])]
-    async with steering(PROGRAMS, FakeEngine(n_ctx=700)) as harness:
-        sequences = await harness.steer("program", client := Client(), 400, argument=script)
+    async with controlling(PROGRAMS, FakeEngine(n_ctx=700)) as harness:
+        sequences = await harness.control("program", client := Client(), 400, argument=script)
         while len(client.tokens.get(1, [])) != 101:
             await trio.sleep(0.001)
         assert harness.scheduler.cache.statistics().cells_reserved == 101 + 2 * 299
@@ -149,7 +149,7 @@ async def test_a_fork_that_goes_back_before_it_forked_reserves_its_own_cells(aut
 
 async def test_a_fork_that_goes_back_where_there_is_no_room_fails_alone(autojump_clock):
     script = [Say(LONG), Fork([[Gen(50)], [Back(200, [5]), Gen(250)]])]
-    async with steering(PROGRAMS, FakeEngine(n_ctx=500)) as harness:
+    async with controlling(PROGRAMS, FakeEngine(n_ctx=500)) as harness:
         client = await run(harness, script, 400)
         assert by_path(client, client.reasons) == {"/0": "stop", "/1": "E_LIMIT_KV"}
         assert by_path(client, client.tokens)["/0"] == expected(script)["/0"]
@@ -165,10 +165,10 @@ SMALL = [Say(LONG[:100]), Fork([[Gen(5)], [Gen(7)], [Gen(3)]])]
 
 async def test_forks_wait_for_room_before_all_that_came_later(autojump_clock):
     """A long answer without a controller leaves no room; when it ends, the forks come first."""
-    async with steering(PROGRAMS, FakeEngine(n_ctx=1000)) as harness:
+    async with controlling(PROGRAMS, FakeEngine(n_ctx=1000)) as harness:
         plain, later = Client(), Client()
         running = harness.ask([5], plain, 650)
-        sequences = await harness.steer("program", client := Client(), 200, argument=SMALL)
+        sequences = await harness.control("program", client := Client(), 200, argument=SMALL)
         await trio.sleep(0.2)
         assert [*client.tokens] == [0], "waits"
         waiting = harness.ask([6], later, 250, id="later")
@@ -183,7 +183,7 @@ async def test_forks_wait_for_room_before_all_that_came_later(autojump_clock):
 
 
 async def test_forks_for_which_there_can_never_be_room_end_with_numbers(autojump_clock):
-    async with steering(PROGRAMS, FakeEngine(n_ctx=1000, n_seq_max=4)) as harness:
+    async with controlling(PROGRAMS, FakeEngine(n_ctx=1000, n_seq_max=4)) as harness:
         client = await run(harness, SMALL, 900)
         assert client.reasons == {0: "E_CONTROLLER_FAILED"}
         assert "2500 cells" in client.ends[0].message
@@ -195,9 +195,9 @@ async def test_forks_for_which_there_can_never_be_room_end_with_numbers(autojump
 
 async def test_forks_that_all_wait_for_each_other_do_not_wait_for_ever(autojump_clock):
     """Two requests want to fork, and each of them has what the other one needs: the first is refused."""
-    async with steering(PROGRAMS, FakeEngine(n_ctx=1000)) as harness:
+    async with controlling(PROGRAMS, FakeEngine(n_ctx=1000)) as harness:
         clients = [Client(), Client()]
-        requests = [await harness.steer("program", client, 400, argument=SMALL) for client in clients]
+        requests = [await harness.control("program", client, 400, argument=SMALL) for client in clients]
         await harness.done(*requests)
         assert clients[0].reasons == {0: "E_LIMIT_KV"}
         assert by_path(clients[1], clients[1].tokens) == expected(SMALL)
@@ -206,11 +206,11 @@ async def test_forks_that_all_wait_for_each_other_do_not_wait_for_ever(autojump_
 
 async def test_forks_that_come_to_wait_for_each_other_later_do_not_wait_for_ever(autojump_clock):
     """The first one waits for an answer that generates; then that one wants to fork as well."""
-    async with steering(PROGRAMS, FakeEngine(n_ctx=1000)) as harness:
+    async with controlling(PROGRAMS, FakeEngine(n_ctx=1000)) as harness:
         clients = [Client(), Client()]
         later = [Say(LONG[:100]), Gen(30), *SMALL[1:]]
         requests = [
-            await harness.steer("program", client, 400, argument=script)
+            await harness.control("program", client, 400, argument=script)
             for client, script in zip(clients, [SMALL, later], strict=True)
         ]
         await harness.done(*requests)
@@ -225,7 +225,7 @@ async def test_forks_that_fork_again_without_end_are_stopped(autojump_clock, mon
     script: Script = [Gen(1)]
     for _ in range(25):
         script = [Gen(1), Fork([[], script])]
-    async with steering(PROGRAMS, FakeEngine(n_ctx=2000, n_seq_max=4)) as harness:
+    async with controlling(PROGRAMS, FakeEngine(n_ctx=2000, n_seq_max=4)) as harness:
         client = await run(harness, script)
         assert len(client.tokens) == 20
         failed = [end for end in client.ends.values() if isinstance(end, Failure)]
@@ -235,11 +235,11 @@ async def test_forks_that_fork_again_without_end_are_stopped(autojump_clock, mon
 
 
 async def test_a_fork_waits_for_a_request_that_will_end_as_a_deadlock(autojump_clock):
-    async with steering(PROGRAMS, FakeEngine(n_ctx=1000)) as harness:
-        waits = await harness.steer("program", stuck := Client(), 700, argument=[Gen(3), Wait("never")])
+    async with controlling(PROGRAMS, FakeEngine(n_ctx=1000)) as harness:
+        waits = await harness.control("program", stuck := Client(), 700, argument=[Gen(3), Wait("never")])
         while len(stuck.tokens[0]) < 3:
             await trio.sleep(0.001)
-        await harness.done(waits, await harness.steer("program", client := Client(), 200, argument=SMALL))
+        await harness.done(waits, await harness.control("program", client := Client(), 200, argument=SMALL))
         assert stuck.reasons == {0: "deadlock"}
         assert by_path(client, client.tokens) == expected(SMALL)
         await harness.clean()
@@ -248,9 +248,9 @@ async def test_a_fork_waits_for_a_request_that_will_end_as_a_deadlock(autojump_c
 async def test_a_fork_waits_for_cells_of_a_cancelled_answer(autojump_clock):
     """They are free when the step in flight is complete."""
     engine = FakeEngine(n_ctx=1000, cost_ms=lambda prompt, decodes: 50.0)
-    async with steering(PROGRAMS, engine) as harness:
+    async with controlling(PROGRAMS, engine) as harness:
         running = harness.ask([5], Client(), 650)
-        sequences = await harness.steer("program", client := Client(), 200, argument=SMALL)
+        sequences = await harness.control("program", client := Client(), 200, argument=SMALL)
         while not client.tokens[0]:
             await trio.sleep(0.001)
         await trio.sleep(0.12)
@@ -263,7 +263,7 @@ async def test_a_fork_waits_for_cells_of_a_cancelled_answer(autojump_clock):
 
 async def test_a_fork_waits_for_cells_that_are_saved_first(autojump_clock):
     """Nobody runs who could make room, but what an ended session has left is on its way to a file."""
-    async with steering(PROGRAMS, FakeEngine(n_ctx=1000), files=MemoryFiles(), offload_after_s=1000) as harness:
+    async with controlling(PROGRAMS, FakeEngine(n_ctx=1000), files=MemoryFiles(), offload_after_s=1000) as harness:
         request = Generate(id="session", prompt="", max_tokens=400, session_id="s")
         prompt = Prompt(np.asarray(LONG, np.int32), "")
         durable = harness.scheduler.submit(PreparedRequest(request, prompt, Client(), Principal("uid:0")))
@@ -276,9 +276,9 @@ async def test_a_fork_waits_for_cells_that_are_saved_first(autojump_clock):
 
 
 async def test_a_fork_that_waits_is_cancelled(autojump_clock):
-    async with steering(PROGRAMS, FakeEngine(n_ctx=1000)) as harness:
+    async with controlling(PROGRAMS, FakeEngine(n_ctx=1000)) as harness:
         running = harness.ask([5], Client(), 650)
-        sequences = await harness.steer("program", client := Client(), 200, argument=SMALL)
+        sequences = await harness.control("program", client := Client(), 200, argument=SMALL)
         await trio.sleep(0.2)
         waiting = harness.ask([6], later := Client(), 100, id="later")
         harness.scheduler.cancel(sequences[0])
@@ -303,10 +303,10 @@ class Fickle(Program):
 
 async def test_a_fork_that_waits_may_change_its_mind(autojump_clock):
     """Its controller is asked again with every exchange of another one.  Requests behind it then wait no longer."""
-    async with steering({"fickle": Fickle, **PROGRAMS}, FakeEngine(n_ctx=1000)) as harness:
+    async with controlling({"fickle": Fickle, **PROGRAMS}, FakeEngine(n_ctx=1000)) as harness:
         running, other = harness.ask([5], Client(), 680), Client()
-        sequences = await harness.steer("program", other, 100, argument=[Gen(100)])
-        fickle = await harness.steer("fickle", client := Client(), 150, argument=SMALL)
+        sequences = await harness.control("program", other, 100, argument=[Gen(100)])
+        fickle = await harness.control("fickle", client := Client(), 150, argument=SMALL)
         await trio.sleep(0.1)
         waiting = harness.ask([6], later := Client(), 5, id="later")
         await trio.sleep(0.1)
@@ -326,7 +326,7 @@ async def test_a_fork_goes_on_with_the_state_of_its_sampler(autojump_clock):
     """The seeds of the forks decide nothing before they part: the fake engine uses them for every seventh draw."""
     fields = {"temperature": 1.0, "mirostat": 2}
     script = [Gen(3), Fork([[Gen(8)]] * 2)]
-    async with steering(PROGRAMS) as harness:
+    async with controlling(PROGRAMS) as harness:
         client = await run(harness, script, 40, seed=5, **fields)
         for index, tokens in enumerate(by_path(client, client.tokens).values()):
             alone = await run(harness, straight(script, [index]), 40, seed=5 + index, **fields)

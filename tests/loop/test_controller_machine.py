@@ -13,6 +13,7 @@ import trio.testing
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.support.controlling import Client, Controlling, controlling
 from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.fake_runtime import FakeRuntime
 from tests.support.profile import amount
@@ -32,7 +33,6 @@ from tests.support.programs import (
     by_path,
     expected,
 )
-from tests.support.steering import Client, Steering, steering
 from uma_trio.engine_link.messages import EngineDied, EngineError
 from uma_trio.principal import Principal
 
@@ -95,7 +95,7 @@ EVENTS = st.tuples(
 class World:
     """Answers in progress."""
 
-    def __init__(self, harness: Steering) -> None:
+    def __init__(self, harness: Controlling) -> None:
         self.harness = harness
         self.programs: list[tuple[Script, Client, Any]] = []
         self.plain: list[tuple[int, Client, Any]] = []
@@ -156,12 +156,12 @@ async def play(
 ) -> World:
     """Run ``programs`` next to plain streams, while ``events`` happen.  Principals take places from each other."""
     runtime = FakeRuntime({"program": Program}, exchange_ms=lambda name: world.exchange_ms)
-    async with steering({}, engine, runtime) as harness:
+    async with controlling({}, engine, runtime) as harness:
         world = World(harness)
         for i, script in enumerate(programs):
             client = Client()
             principal = Principal(f"uid:{i % n_principals}")
-            sequences = await harness.steer("program", client, max_tokens, script, principal, id=f"{i}")
+            sequences = await harness.control("program", client, max_tokens, script, principal, id=f"{i}")
             world.programs.append((script, client, sequences))
         for i in range(n_plain):
             client = Client()

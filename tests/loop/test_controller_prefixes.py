@@ -8,9 +8,9 @@ import random
 import pytest
 import trio
 
+from tests.support.controlling import START, Client, Controlling, controlling
 from tests.support.fake_engine import FakeEngine
 from tests.support.programs import Back, Gen, Program, Say, Script, by_path, expected
-from tests.support.steering import START, Client, Steering, steering
 
 PROGRAMS = {"program": Program}
 TEXT = random.Random(2).choices(range(1, 800), k=300)
@@ -22,17 +22,17 @@ def engine(unified: bool = True, *, can_truncate: bool = True) -> FakeEngine:
     return FakeEngine(n_ctx=8192, unified=unified, can_truncate=can_truncate)
 
 
-def computed(harness: Steering) -> int:
+def computed(harness: Controlling) -> int:
     """Tokens that the engine has computed."""
     return sum(len(each.tokens) for step in harness.engine.steps for call in step.calls for each in call)
 
 
-async def begin(harness: Steering, script: Script, n: int = 400, **fields: object) -> tuple[Client, object]:
+async def begin(harness: Controlling, script: Script, n: int = 400, **fields: object) -> tuple[Client, object]:
     client = Client()
-    return client, await harness.steer("program", client, n, argument=script, id=f"r{next(names)}", **fields)
+    return client, await harness.control("program", client, n, argument=script, id=f"r{next(names)}", **fields)
 
 
-async def run(harness: Steering, script: Script, **fields: object) -> Client:
+async def run(harness: Controlling, script: Script, **fields: object) -> Client:
     client, sequences = await begin(harness, script, **fields)
     await harness.done(sequences)
     assert by_path(client, client.tokens) == expected(script)
@@ -44,7 +44,7 @@ async def run(harness: Steering, script: Script, **fields: object) -> Client:
 async def test_a_text_that_an_earlier_answer_began_with_is_not_computed_again(
     autojump_clock: object, unified: bool, can_truncate: bool
 ) -> None:
-    async with steering(PROGRAMS, engine(unified, can_truncate=can_truncate)) as harness:
+    async with controlling(PROGRAMS, engine(unified, can_truncate=can_truncate)) as harness:
         first = await run(harness, [Say(TEXT), Gen(5)])
         assert first.ends[0].usage.cached_tokens == 0
         before = computed(harness)
@@ -57,7 +57,7 @@ async def test_a_text_that_an_earlier_answer_began_with_is_not_computed_again(
 
 async def test_the_whole_text_again(autojump_clock: object) -> None:
     """Its last token is computed, for its logits."""
-    async with steering(PROGRAMS, engine()) as harness:
+    async with controlling(PROGRAMS, engine()) as harness:
         await run(harness, [Say(TEXT), Gen(5)])
         again = await run(harness, [Say(TEXT), Gen(5)])
         assert again.ends[0].usage.cached_tokens == len(TEXT)
@@ -65,11 +65,11 @@ async def test_the_whole_text_again(autojump_clock: object) -> None:
 
 
 async def test_a_prompt_and_a_text_share(autojump_clock: object) -> None:
-    async with steering(PROGRAMS, engine()) as harness:
+    async with controlling(PROGRAMS, engine()) as harness:
         plain = harness.ask([START, *TEXT, 5], client := Client(), 5)
         await harness.done([plain])
-        steered = await run(harness, [Say([*TEXT, 6]), Gen(3)])
-        assert steered.ends[0].usage.cached_tokens == 1 + len(TEXT)
+        controlled = await run(harness, [Say([*TEXT, 6]), Gen(3)])
+        assert controlled.ends[0].usage.cached_tokens == 1 + len(TEXT)
         plain = harness.ask([START, *TEXT, 7], client := Client(), 5)
         await harness.done([plain])
         assert client.ends[0].usage.cached_tokens == 1 + len(TEXT)
@@ -77,7 +77,7 @@ async def test_a_prompt_and_a_text_share(autojump_clock: object) -> None:
 
 
 async def test_nothing_is_shared_without_the_cache(autojump_clock: object) -> None:
-    async with steering(PROGRAMS, engine()) as harness:
+    async with controlling(PROGRAMS, engine()) as harness:
         await run(harness, [Say(TEXT), Gen(5)])
         again = await run(harness, [Say(TEXT), Gen(5)], cache_prompt=False)
         assert again.ends[0].usage.cached_tokens == 0
@@ -86,7 +86,7 @@ async def test_nothing_is_shared_without_the_cache(autojump_clock: object) -> No
 
 @LAYOUTS
 async def test_many_answers_at_once_compute_the_text_once(autojump_clock: object, unified: bool) -> None:
-    async with steering(PROGRAMS, engine(unified)) as harness:
+    async with controlling(PROGRAMS, engine(unified)) as harness:
         scripts: list[Script] = [[Say([*TEXT, 801 + n]), Gen(5)] for n in range(4)]
         begun = [await begin(harness, script) for script in scripts]
         await harness.done(*[sequences for _, sequences in begun])
@@ -98,7 +98,7 @@ async def test_many_answers_at_once_compute_the_text_once(autojump_clock: object
 
 
 async def test_a_text_that_is_removed_meanwhile_is_not_shared(autojump_clock: object) -> None:
-    async with steering(PROGRAMS, engine()) as harness:
+    async with controlling(PROGRAMS, engine()) as harness:
         scripts: list[Script] = [
             [Say(TEXT), Gen(2), Back(100, list(range(1, 90))), Gen(5)],
             [Say([*TEXT, 9]), Gen(5)],

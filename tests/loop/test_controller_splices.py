@@ -7,20 +7,20 @@ from itertools import pairwise
 import pytest
 import trio
 
+from tests.support.controlling import START, Client, Controlling, controlling
 from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.profile import sampled, thorough
 from tests.support.programs import Back, Fork, Gen, Insert, Program, Say, Script, Set, Wait, by_path, expected
 from tests.support.serving import token_to_bytes
-from tests.support.steering import START, Client, Steering, steering
 from uma_trio.protocol.events import Token
 
 PROGRAMS = {"program": Program}
 WORDS = list(range(100, 160))
 
 
-async def run(harness: Steering, script: Script, n: int = 200, **fields) -> Client:
+async def run(harness: Controlling, script: Script, n: int = 200, **fields) -> Client:
     """Run a program to its end."""
-    await harness.done(await harness.steer("program", client := Client(), n, argument=script, **fields))
+    await harness.done(await harness.control("program", client := Client(), n, argument=script, **fields))
     return client
 
 
@@ -43,7 +43,7 @@ async def test_what_was_removed_was_never_generated(autojump_clock, options, n, 
     with_detour = [Say(WORDS), Gen(5), Insert([3, 4]), Gen(n), Back(n, tokens), Gen(8)]
     direct = [Say(WORDS), Gen(5), Insert([3, 4, *tokens]), Gen(8)]
     fields = {"temperature": 1.0, "seed": 3, "logprobs": 2, "repetition_penalty": 1.2}
-    async with steering(PROGRAMS, FakeEngine(**options)) as harness:
+    async with controlling(PROGRAMS, FakeEngine(**options)) as harness:
         found, wanted = await run(harness, with_detour, **fields), await run(harness, direct, **fields)
         assert found.tokens == wanted.tokens
         assert found.texts == wanted.texts
@@ -60,7 +60,7 @@ async def test_what_was_removed_was_never_generated(autojump_clock, options, n, 
 
 async def test_greedy_text_after_a_detour_is_that_of_the_prefix(autojump_clock):
     script = [Say(WORDS), Gen(7), Back(12, [9]), Gen(6)]
-    async with steering(PROGRAMS) as harness:
+    async with controlling(PROGRAMS) as harness:
         client = await run(harness, script)
         kept = WORDS[:55]
         assert client.tokens[0] == [*kept, 9, *expected_continuation([START, *kept, 9], 6)] == expected(script)[""]
@@ -69,7 +69,7 @@ async def test_greedy_text_after_a_detour_is_that_of_the_prefix(autojump_clock):
 
 async def test_everything_is_removed(autojump_clock):
     script = [Say(WORDS), Gen(3), Back(63), Gen(4)]
-    async with steering(PROGRAMS) as harness:
+    async with controlling(PROGRAMS) as harness:
         client = await run(harness, script)
         assert client.tokens[0] == expected_continuation([START], 4)
         telemetry = harness.scheduler.telemetry
@@ -79,7 +79,7 @@ async def test_everything_is_removed(autojump_clock):
 
 
 async def test_more_than_everything_is_an_error(autojump_clock):
-    async with steering(PROGRAMS) as harness:
+    async with controlling(PROGRAMS) as harness:
         client = await run(harness, [Say(WORDS), Gen(3), Back(64), Gen(4)])
         assert client.reasons == {0: "E_CONTROLLER_FAILED"}
         assert "removes 64 tokens of an answer of 63" in client.ends[0].message
@@ -90,14 +90,14 @@ async def test_more_than_everything_is_an_error(autojump_clock):
 async def test_everything_is_removed_with_the_end_of_the_prompt_put_back(autojump_clock, options):
     """So does a controller that appends a token whenever it removes some."""
     script = [Say(WORDS), Gen(3), Back(64, [START]), Gen(4), Back(5, [START, 9]), Gen(2)]
-    async with steering(PROGRAMS, FakeEngine(**options)) as harness:
+    async with controlling(PROGRAMS, FakeEngine(**options)) as harness:
         client = await run(harness, script)
         assert client.tokens[0] == [9, *expected_continuation([START, 9], 2)]
         await harness.clean()
 
 
 async def test_a_controller_that_removes_for_ever_is_ended(autojump_clock):
-    async with steering(PROGRAMS) as harness:
+    async with controlling(PROGRAMS) as harness:
         client = await run(harness, [Gen(5), Back(5)] * 32 + [Gen(3)], n=10)
         assert client.reasons == {0: "stop"}
         client = await run(harness, [Gen(5), Back(5)] * 33 + [Gen(3)], n=10)
@@ -127,7 +127,7 @@ async def test_characters_of_several_tokens(autojump_clock, monkeypatch, stream)
             ]
         ),
     ]
-    async with steering(PROGRAMS) as harness:
+    async with controlling(PROGRAMS) as harness:
         monkeypatch.setattr(harness.scheduler, "_token_to_bytes", half)
         client = await run(harness, script, stream=stream)
         found = client.texts if stream else {index: end.text for index, end in client.ends.items()}
@@ -137,7 +137,7 @@ async def test_characters_of_several_tokens(autojump_clock, monkeypatch, stream)
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_an_answer_that_ends_in_the_middle_of_a_character(autojump_clock, monkeypatch, stream):
-    async with steering(PROGRAMS) as harness:
+    async with controlling(PROGRAMS) as harness:
         monkeypatch.setattr(harness.scheduler, "_token_to_bytes", half)
         client = await run(harness, [Say([7, 502])], stream=stream)
         assert (client.texts[0] if stream else client.ends[0].text) == "7 \ufffd"
@@ -150,7 +150,7 @@ async def test_an_answer_that_ends_in_the_middle_of_a_character(autojump_clock, 
 @pytest.mark.parametrize("options", engines())
 async def test_inserted_tokens_are_like_a_prompt(autojump_clock, options):
     text = list(range(100, 400))
-    async with steering(PROGRAMS, FakeEngine(**options)) as harness:
+    async with controlling(PROGRAMS, FakeEngine(**options)) as harness:
         for script in ([Say(text), Gen(9)], [Insert(text), Gen(9)], [Say(text[:80]), Insert(text[80:]), Gen(9)]):
             client = await run(harness, script, 400)
             assert client.tokens[0][300:] == expected_continuation([START, *text], 9)
@@ -169,7 +169,7 @@ async def test_inserted_tokens_are_prefilled_in_chunks_and_neighbours_keep_their
 
     async def gaps(*, controlled: bool) -> list[float]:
         engine = FakeEngine(cost_ms=lambda prompt, decodes: 2 + 0.2 * prompt + 0.5 * decodes)
-        async with steering(PROGRAMS, engine, target_itl_ms=40) as harness:
+        async with controlling(PROGRAMS, engine, target_itl_ms=40) as harness:
             times: list[float] = []
 
             class Neighbour(Client):
@@ -196,7 +196,7 @@ async def test_inserted_tokens_are_prefilled_in_chunks_and_neighbours_keep_their
 
 @pytest.mark.parametrize("script", [[Say(WORDS)], [Gen(2), Insert(WORDS)], [Gen(9), Back(3, WORDS)]], ids=str)
 async def test_max_tokens_ends_an_answer_within_inserted_tokens(autojump_clock, script):
-    async with steering(PROGRAMS) as harness:
+    async with controlling(PROGRAMS) as harness:
         client = await run(harness, [*script, Gen(5)], 30)
         assert client.reasons == {0: "length"}
         assert client.tokens[0] == expected(script)[""][:30]
@@ -206,7 +206,7 @@ async def test_max_tokens_ends_an_answer_within_inserted_tokens(autojump_clock, 
 
 async def test_max_tokens_counts_what_is_there_and_not_what_was_removed(autojump_clock):
     script = [*[Gen(6), Back(6, [7])] * 8, Gen(12)]
-    async with steering(PROGRAMS) as harness:
+    async with controlling(PROGRAMS) as harness:
         client = await run(harness, script, 20)
         assert client.reasons == {0: "length"}
         assert client.tokens[0] == expected(script)[""]
@@ -216,7 +216,7 @@ async def test_max_tokens_counts_what_is_there_and_not_what_was_removed(autojump
 
 async def test_an_inserted_text_after_a_wait(autojump_clock):
     script = [Gen(2), Fork([[Gen(1), Wait("done"), Say(WORDS), Gen(3)], [Gen(20), Set("done"), Say([5])]])]
-    async with steering(PROGRAMS) as harness:
+    async with controlling(PROGRAMS) as harness:
         client = await run(harness, script)
         assert by_path(client, client.tokens) == expected(script)
         await harness.clean()

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import trio
 
+from tests.support.controlling import START, Client, Controlling, controlling
 from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.fake_runtime import FakeRuntime
 from tests.support.profile import amount, sampled, thorough
 from tests.support.programs import Back, Fork, Gen, Insert, Program, Say, Set, Skip, Wait, by_path, expected
-from tests.support.steering import START, Client, Steering, steering
 from uma_trio.daemon.serving.controllers.state import Phase
 from uma_trio.engine_link.messages import EngineDied, EngineError
 
@@ -69,7 +69,7 @@ class Neighbour(Client):
 class Observed:
     """A controlled answer next to one without a controller, and one that waits in the queue."""
 
-    def __init__(self, harness: Steering) -> None:
+    def __init__(self, harness: Controlling) -> None:
         self.harness = harness
         self.client, self.neighbour, self.waiting = Client(), Neighbour(), Client()
         self.sequences: Any = []
@@ -78,8 +78,8 @@ class Observed:
     async def begin(self) -> None:
         self.plain = self.harness.ask([9], self.neighbour, 60)
         self.large = self.harness.ask([8], Client(), 700, id="large")
-        self.sequences = await self.harness.steer("program", self.client, 150, argument=SCRIPT)
-        self.queued = await self.harness.steer("program", self.waiting, 450, argument=[Gen(3)], id="queued")
+        self.sequences = await self.harness.control("program", self.client, 150, argument=SCRIPT)
+        self.queued = await self.harness.control("program", self.waiting, 450, argument=[Gen(3)], id="queued")
 
     async def make_room(self) -> None:
         await trio.sleep(HELD_S)
@@ -103,7 +103,7 @@ class Observed:
         assert self.waiting.reasons[0] != "stop" or self.waiting.tokens[0] == expected_continuation([START], 3)
         while self.hangs or not self.harness.runtime.is_usable:
             await trio.sleep(0.01)
-        await self.harness.done(await self.harness.steer("program", again := Client(), argument=[Gen(2)], id="again"))
+        await self.harness.done(await self.harness.control("program", again := Client(), argument=[Gen(2)], id="again"))
         assert again.tokens[0] == expected_continuation([START], 2)
         await self.harness.clean()
 
@@ -114,7 +114,7 @@ async def at(moment: float, event: Callable[[Observed], None], **options: Any) -
     settings = {"n_ctx": 1000, "n_seq_max": 7, "cost_ms": lambda prompt, decodes: 3 + 0.05 * prompt} | options
     engine = FakeEngine(**settings)
     runtime = FakeRuntime(PROGRAMS, exchange_ms=lambda name: math.inf if observed.hangs else next(durations))
-    async with steering(PROGRAMS, engine, runtime) as harness:
+    async with controlling(PROGRAMS, engine, runtime) as harness:
         observed = Observed(harness)
         await observed.begin()
         async with trio.open_nursery() as nursery:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import trio
 
+from tests.support.controlling import START, Client, Controlling, controlling
 from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.fake_runtime import FakeRuntime, ScriptedController
 from tests.support.programs import Back, Fork, Gen, Insert, Program, Say, Set, Skip, Wait, by_path, expected
-from tests.support.steering import START, Client, Steering, steering
 from uma_trio.aici_link.messages import PreResult
 from uma_trio.daemon.serving.controllers import driver
 from uma_trio.protocol.controllers import ControllerOutput
@@ -48,8 +48,8 @@ def engine() -> FakeEngine:
 
 async def test_suspended_answers_keep_their_cells_and_take_no_tick(autojump_clock):
     script = [Say([*range(100, 150)]), Fork([[Gen(5), Wait("go"), Gen(2)], [Gen(30), Set("go"), Gen(1)]])]
-    async with steering(PROGRAMS, engine()) as harness:
-        sequences = await harness.steer("program", client := Client(), 100, argument=script)
+    async with controlling(PROGRAMS, engine()) as harness:
+        sequences = await harness.control("program", client := Client(), 100, argument=script)
         while len(client.tokens.get(1, ())) < 60:
             await trio.sleep(0.001)
         n_steps, held = len(harness.engine.steps), harness.scheduler.cache.held()
@@ -69,13 +69,13 @@ async def test_suspended_answers_keep_their_cells_and_take_no_tick(autojump_cloc
 @pytest.mark.parametrize("n", [1, 4])
 async def test_answers_that_wait_for_nobody_end_soon(autojump_clock, neighbours, n):
     script = [Gen(3), *([Fork([[Gen(2), Wait(f"{i}")] for i in range(n)])] if n > 1 else [Wait("never")])]
-    async with steering(PROGRAMS, engine()) as harness:
+    async with controlling(PROGRAMS, engine()) as harness:
         others: list[Any] = []
         if neighbours == "without a controller":
             others.append([harness.ask([5], Client(), 100)])
         elif neighbours == "with a controller":
-            others.append(await harness.steer("program", Client(), 100, argument=[Gen(90)]))
-        sequences = await harness.steer("program", client := Client(), argument=script)
+            others.append(await harness.control("program", Client(), 100, argument=[Gen(90)]))
+        sequences = await harness.control("program", client := Client(), argument=script)
         with trio.fail_after(0.2):
             while len(client.ends) < n:
                 await trio.sleep(0.001)
@@ -89,8 +89,8 @@ async def test_suspended_answers_are_asked_now_and_then(autojump_clock):
     """Nothing spins: without neighbours there is an exchange each 10 ms."""
     script = [Gen(1), Fork([[Gen(1), Wait("go")], [Say([*range(100, 400)]), Gen(1), Set("go")]])]
     slow = FakeEngine(cost_ms=lambda prompt, decodes: 200.0 if prompt else 5.0)
-    async with steering(PROGRAMS, slow) as harness:
-        await harness.done(await harness.steer("program", client := Client(), 400, argument=script))
+    async with controlling(PROGRAMS, slow) as harness:
+        await harness.done(await harness.control("program", client := Client(), 400, argument=script))
         assert by_path(client, client.tokens) == expected(script)
         assert len(harness.runtime.calls) < 40
         await harness.clean()
@@ -100,8 +100,8 @@ async def test_suspended_answers_never_keep_others_from_going_on(autojump_clock)
     """Also where an exchange takes longer than the time after which suspended answers are asked again."""
     script = [Gen(2), Fork([[Gen(1), Wait("go"), Gen(2)], [Gen(10), Set("go"), Gen(1)]])]
     runtime = FakeRuntime(PROGRAMS, exchange_ms=13.0)
-    async with steering(PROGRAMS, engine(), runtime) as harness:
-        sequences = await harness.steer("program", client := Client(), argument=script)
+    async with controlling(PROGRAMS, engine(), runtime) as harness:
+        sequences = await harness.control("program", client := Client(), argument=script)
         await harness.done(sequences)
         assert by_path(client, client.tokens) == expected(script)
         assert trio.current_time() < 1
@@ -111,13 +111,13 @@ async def test_suspended_answers_never_keep_others_from_going_on(autojump_clock)
 # -- late ---------------------------------------------------------------------------------------
 
 
-async def together(script: Any, exchange_ms: Any, n_plain: int = 80) -> tuple[Timed, Client, Steering]:
+async def together(script: Any, exchange_ms: Any, n_plain: int = 80) -> tuple[Timed, Client, Controlling]:
     """Run a program next to a stream without a controller."""
     runtime = FakeRuntime(PROGRAMS, exchange_ms=exchange_ms)
-    async with steering(PROGRAMS, engine(), runtime) as harness:
+    async with controlling(PROGRAMS, engine(), runtime) as harness:
         plain = harness.ask([5], neighbour := Timed(), n_plain)
         await trio.sleep(0.02)
-        await harness.done(await harness.steer("program", client := Client(), argument=script), [plain])
+        await harness.done(await harness.control("program", client := Client(), argument=script), [plain])
         assert neighbour.tokens[0] == expected_continuation([5], n_plain)
         assert by_path(client, client.tokens) == expected(script)
         await harness.clean()
@@ -129,11 +129,11 @@ async def test_quick_exchanges_cost_their_own_time_between_steps(autojump_clock)
     assert max(neighbour.gaps_ms) == pytest.approx(5.5)
 
 
-async def alone(script: Any, exchange_ms: float, **options: Any) -> tuple[Timed, Steering]:
+async def alone(script: Any, exchange_ms: float, **options: Any) -> tuple[Timed, Controlling]:
     """Run a program with nobody next to it; a step takes 5 ms."""
     slow = FakeEngine(cost_ms=lambda prompt, decodes: 5.0, **options)
-    async with steering(PROGRAMS, slow, FakeRuntime(PROGRAMS, exchange_ms=exchange_ms)) as harness:
-        await harness.done(await harness.steer("program", client := Timed(), 40, argument=script))
+    async with controlling(PROGRAMS, slow, FakeRuntime(PROGRAMS, exchange_ms=exchange_ms)) as harness:
+        await harness.done(await harness.control("program", client := Timed(), 40, argument=script))
         assert client.tokens[0] == expected(script)[""]
         await harness.clean()
     return client, harness
@@ -187,9 +187,9 @@ async def test_a_mask_that_comes_right_after_the_step_gave_up_is_used(autojump_c
 
 async def test_answers_whose_masks_are_late_delay_no_other_controlled_answer(autojump_clock):
     """A runtime that skips a slow controller answers for the others in time."""
-    async with steering(PROGRAMS, engine()) as harness:
-        slow = await harness.steer("program", late := Client(), argument=[Gen(2), *[Skip()] * 10, Gen(2)], id="slow")
-        quick = await harness.steer("program", timed := Timed(), argument=[Gen(18)], id="quick")
+    async with controlling(PROGRAMS, engine()) as harness:
+        slow = await harness.control("program", late := Client(), argument=[Gen(2), *[Skip()] * 10, Gen(2)], id="slow")
+        quick = await harness.control("program", timed := Timed(), argument=[Gen(18)], id="quick")
         await harness.done(slow, quick)
         assert late.tokens[0] == expected([Gen(4)])[""]
         assert timed.tokens[0] == expected([Gen(18)])[""]
@@ -203,8 +203,8 @@ async def test_a_hung_exchange_delays_a_neighbour_once(autojump_clock, name):
     """Until the link kills the runtime, which takes seconds."""
     hangs = False
     runtime = FakeRuntime(PROGRAMS, exchange_ms=lambda which: math.inf if hangs and which == name else 0.5)
-    async with steering(PROGRAMS, engine(), runtime) as harness:
-        sequences = await harness.steer("program", client := Client(), 100, argument=[Gen(90)])
+    async with controlling(PROGRAMS, engine(), runtime) as harness:
+        sequences = await harness.control("program", client := Client(), 100, argument=[Gen(90)])
         plain = harness.ask([5], neighbour := Timed(), 300)
         await trio.sleep(0.1)
         hangs, n = True, len(neighbour.times)
@@ -222,9 +222,9 @@ async def test_a_hung_exchange_delays_a_neighbour_once(autojump_clock, name):
 
 
 async def test_a_step_does_not_wait_for_masks_of_a_runtime_that_has_died(autojump_clock):
-    async with steering(PROGRAMS, engine(), FakeRuntime(PROGRAMS, exchange_ms=0.5)) as harness:
+    async with controlling(PROGRAMS, engine(), FakeRuntime(PROGRAMS, exchange_ms=0.5)) as harness:
         plain = harness.ask([5], neighbour := Timed(), 60)
-        sequences = await harness.steer("program", Client(), 100, argument=[Gen(90)])
+        sequences = await harness.control("program", Client(), 100, argument=[Gen(90)])
         await trio.sleep(0.1)
         while not harness.runtime.calls[-1].mid or trio.current_time() > harness.runtime.calls[-1].at + 0.0003:
             await trio.sleep(0.0001)  # until masks were asked for and have not come
@@ -246,12 +246,12 @@ class Prints(Program):
 
 async def test_what_is_printed_while_the_client_does_not_read_is_bounded(autojump_clock):
     """The runtime asks all controllers whenever it asks one."""
-    async with steering({"prints": Prints, **PROGRAMS}, engine()) as harness:
-        sequences = await harness.steer("prints", client := Client(), argument=[Gen(10)])
+    async with controlling({"prints": Prints, **PROGRAMS}, engine()) as harness:
+        sequences = await harness.control("prints", client := Client(), argument=[Gen(10)])
         while len(client.tokens[0]) < 3:
             await trio.sleep(0.001)
         client.open, n = False, len(client.events)
-        await harness.done(await harness.steer("program", Client(), 400, argument=[Gen(350)]))
+        await harness.done(await harness.control("program", Client(), 400, argument=[Gen(350)]))
         assert len(client.events) - n <= 2, "one that was on its way"
         client.open = True
         harness.scheduler.wake()
@@ -279,8 +279,8 @@ async def test_requests_without_a_controller_cost_nothing_more(autojump_clock):
         if event == "call" and frame.f_code.co_filename == driver.__file__:
             calls[frame.f_code.co_name] += 1
 
-    async with steering({"ends": Count}, engine()) as harness:
-        await harness.done(await harness.steer("ends", Client()))
+    async with controlling({"ends": Count}, engine()) as harness:
+        await harness.done(await harness.control("ends", Client()))
         await harness.clean()
         n_exchanges, n_steps = len(harness.runtime.calls), len(harness.engine.steps)
         sys.setprofile(count)
@@ -299,9 +299,9 @@ async def test_requests_without_a_controller_cost_nothing_more(autojump_clock):
 
 
 async def test_a_stream_runs_ahead_while_all_controlled_answers_wait(autojump_clock):
-    async with steering(PROGRAMS, engine()) as harness:
+    async with controlling(PROGRAMS, engine()) as harness:
         stalled = Client()
-        sequences = await harness.steer("program", stalled, argument=[Gen(10)])
+        sequences = await harness.control("program", stalled, argument=[Gen(10)])
         while len(stalled.tokens[0]) < 3:
             await trio.sleep(0.001)
         stalled.open = False

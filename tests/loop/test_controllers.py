@@ -1,12 +1,12 @@
-"""Answers that controllers steer, token by token."""
+"""Answers that controllers control, token by token."""
 
 from __future__ import annotations
 
 import trio
 
+from tests.support.controlling import START, Client, controlling
 from tests.support.fake_engine import expected_continuation
 from tests.support.fake_runtime import SKIPPED, ScriptedController
-from tests.support.steering import START, Client, steering
 
 
 class Count(ScriptedController):
@@ -24,8 +24,8 @@ class OnlyEven(Count):
 
 
 async def test_a_controller_ends_the_answer(autojump_clock):
-    async with steering({"count": Count}) as harness:
-        sequences = await harness.steer("count", client := Client(), argument=5)
+    async with controlling({"count": Count}) as harness:
+        sequences = await harness.control("count", client := Client(), argument=5)
         await harness.done(sequences)
         assert client.tokens == {0: expected_continuation([START], 5)}
         assert client.reasons == {0: "stop"}
@@ -35,8 +35,8 @@ async def test_a_controller_ends_the_answer(autojump_clock):
 
 
 async def test_a_mask_decides_what_is_sampled(autojump_clock):
-    async with steering({"even": OnlyEven}) as harness:
-        sequences = await harness.steer("even", client := Client(), n=40, argument=30)
+    async with controlling({"even": OnlyEven}) as harness:
+        sequences = await harness.control("even", client := Client(), n=40, argument=30)
         await harness.done(sequences)
         assert len(client.tokens[0]) == 30
         assert not any(token % 2 for token in client.tokens[0])
@@ -44,8 +44,8 @@ async def test_a_mask_decides_what_is_sampled(autojump_clock):
 
 
 async def test_max_tokens_ends_the_answer(autojump_clock):
-    async with steering({"count": Count}) as harness:
-        sequences = await harness.steer("count", client := Client(), n=10, argument=50)
+    async with controlling({"count": Count}) as harness:
+        sequences = await harness.control("count", client := Client(), n=10, argument=50)
         await harness.done(sequences)
         assert client.reasons == {0: "length"}
         assert client.tokens == {0: expected_continuation([START], 10)}
@@ -53,7 +53,7 @@ async def test_max_tokens_ends_the_answer(autojump_clock):
 
 
 async def test_a_controller_that_nobody_waits_for_any_more_is_forgotten(autojump_clock):
-    async with steering({"count": Count}) as harness:
+    async with controlling({"count": Count}) as harness:
         await harness.runtime.instantiate("gone", "count", 1, [START])
         harness.runtime.on_unused("gone")
         await harness.clean()
@@ -72,9 +72,9 @@ class SlowToBegin(Count):
 
 async def test_a_controller_of_a_request_that_would_miss_its_deadline_is_forgotten(autojump_clock):
     """The request ends before ``submit`` returns."""
-    async with steering({"all": ScriptedController}) as harness:
+    async with controlling({"all": ScriptedController}) as harness:
         client = Client()
-        [sequence] = await harness.steer("all", client, deadline_at=trio.current_time() + 0.001)
+        [sequence] = await harness.control("all", client, deadline_at=trio.current_time() + 0.001)
         assert sequence.done.is_set()
         assert client.reasons == {0: "E_LIMIT_DEADLINE"}
         await harness.clean()
@@ -82,9 +82,9 @@ async def test_a_controller_of_a_request_that_would_miss_its_deadline_is_forgott
 
 
 async def test_a_controller_that_is_late_with_pre_is_no_deadlock(autojump_clock):
-    async with steering({"slow": SlowToBegin, "count": Count}) as harness:
-        slow = await harness.steer("slow", late := Client(), argument=3)
-        others = await harness.steer("count", client := Client(), argument=15)
+    async with controlling({"slow": SlowToBegin, "count": Count}) as harness:
+        slow = await harness.control("slow", late := Client(), argument=3)
+        others = await harness.control("count", client := Client(), argument=15)
         await harness.done(others)
         assert late.ends == {}, "the other one has not waited"
         await harness.done(slow)

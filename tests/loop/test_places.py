@@ -6,12 +6,12 @@ import pytest
 import trio
 
 from tests.support.asking import Client, Harness, asking
+from tests.support.controlling import Client as ControlledClient
+from tests.support.controlling import controlling
 from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.fake_runtime import FakeRuntime
 from tests.support.profile import amount, sampled, thorough
 from tests.support.programs import Back, Fork, Gen, Insert, Program, Set, Wait
-from tests.support.steering import Client as SteeredClient
-from tests.support.steering import steering
 from uma_trio import errors
 from uma_trio.daemon.scheduling import fairness
 from uma_trio.engine_link.sampling import SamplingParams
@@ -233,14 +233,16 @@ async def test_controllers_lose_places_too(autojump_clock, script, exchange_ms, 
     other = Principal("b")
 
     async def texts(*, crowded: bool) -> list[dict[int, list[int]]]:
-        async with steering({}, FakeEngine(n_seq_max=4, **options), runtime) as harness:
-            clients = [SteeredClient() for _ in range(4 if crowded else 1)]
+        async with controlling({}, FakeEngine(n_seq_max=4, **options), runtime) as harness:
+            clients = [ControlledClient() for _ in range(4 if crowded else 1)]
             answers = []
             for n, client in enumerate(clients):
-                answers.append(await harness.steer("program", client, 150, argument=script, id=f"{crowded}{n}"))
+                answers.append(await harness.control("program", client, 150, argument=script, id=f"{crowded}{n}"))
             if crowded:
                 await trio.sleep(0.1)
-                plain = await harness.steer("program", visitor := SteeredClient(), 9, [Gen(3)], other, id="visitor")
+                plain = await harness.control(
+                    "program", visitor := ControlledClient(), 9, [Gen(3)], other, id="visitor"
+                )
                 with trio.fail_after(2):
                     await plain[0].done.wait()
                 assert visitor.reasons == {0: "stop"}

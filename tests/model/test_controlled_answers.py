@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import trio
 
+from tests.support.controlling import Client
 from tests.support.fake_runtime import FakeRuntime
 from tests.support.profile import sampled
 from tests.support.programs import Back, Fork, Gen, Insert, Program, Say, Script, Set, Skip, Wait, by_path, straight
-from tests.support.steering import Client
 from uma_trio import config
 from uma_trio.daemon.engines.link import ProcessLauncher
 from uma_trio.daemon.engines.supervisor import SupervisedEngine

@@ -30,7 +30,7 @@ from uma_trio.engine.fit import (
 from uma_trio.engine.layout import Environment, Layout
 from uma_trio.engine.layout_choice import environment_of
 from uma_trio.engine.open_fitted import arrangement_of, measure
-from uma_trio.engine.placement import Place, place_on
+from uma_trio.engine.placement import ModelDevices, place_on
 from uma_trio.engine_link.defaults import DEFAULT_WINDOW, FLOOR_TOKENS, LARGE_BATCH
 from uma_trio.models.sizes import ModelSizes
 
@@ -433,7 +433,7 @@ def test_shares_that_do_not_fit_are_named():
         arranged([2, 16], Arrangement(shares=(3, 1)), gpu_layers=33)
 
 
-def place_of(mode: str, shares: tuple[float, ...] = (), moved: tuple[str, ...] = ()) -> Place:
+def place_of(mode: str, shares: tuple[float, ...] = (), moved: tuple[str, ...] = ()) -> ModelDevices:
     found = [
         llama_abi.Device(f"CUDA{n}", "a card", llama_abi.DeviceType.GPU, free * GIB, 80 * GIB, f"CUDA{n}", "CUDA", True)
         for n, free in enumerate((60, 20))
@@ -445,7 +445,7 @@ def place_of(mode: str, shares: tuple[float, ...] = (), moved: tuple[str, ...] =
 class AnyLibrary:
     """Only its devices are asked for."""
 
-    def __init__(self, where: Place) -> None:
+    def __init__(self, where: ModelDevices) -> None:
         self._found = where.devices
 
     def devices(self) -> tuple[llama_abi.Device, ...]:

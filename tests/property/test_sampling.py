@@ -16,7 +16,7 @@ from tests.support.draws import distribution, sample
 from tests.support.profile import sampled
 from uma_trio.engine.sampling import filters, plan
 from uma_trio.engine.sampling.dry import Breakers
-from uma_trio.engine.sampling.plan import MAX_SORTED_TOP_K, Plan, Rows
+from uma_trio.engine.sampling.plan import MAX_SORTED_TOP_K, Rows, SamplingPlan
 from uma_trio.engine.sampling_threads import SamplingThreads
 from uma_trio.engine.token_masks import TokenMask
 from uma_trio.engine_link.sampling import NO_TOKEN, Bias, Past, SamplingParams, TokenLogprobs
@@ -312,7 +312,7 @@ def test_structs_survive_msgpack():
     ],
 )
 def test_copied_rows(rows, copied):
-    assert Plan([SamplingParams(*row) for row in rows], 1000).copied_rows == copied
+    assert SamplingPlan([SamplingParams(*row) for row in rows], 1000).copied_rows == copied
 
 
 OTHER_VALUES = {

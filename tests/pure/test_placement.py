@@ -9,7 +9,7 @@ import pytest
 from llama_abi import Device, DeviceType
 from tests.support.cases import all_cases
 from uma_trio.config import Model
-from uma_trio.engine.placement import Place, PlacementError, place_on
+from uma_trio.engine.placement import ModelDevices, PlacementError, place_on
 
 GIB = 1 << 30
 
@@ -25,7 +25,7 @@ INTEGRATED = device("Vulkan0", DeviceType.IGPU, "Vulkan")
 BLAS = device("BLAS", DeviceType.ACCEL, "BLAS")
 
 
-def placed(*found: Device, **settings: Any) -> Place:
+def placed(*found: Device, **settings: Any) -> ModelDevices:
     return place_on(Model(**settings), found or (CPU, FIRST, SECOND), 16)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from uma_trio.engine.sampling import sampler
 from uma_trio.engine.sampling.candidates import Doubles, Floats, Ints, relative_weights
 from uma_trio.engine.sampling.dry import Breakers
-from uma_trio.engine.sampling.plan import Mask, Plan, Rows
+from uma_trio.engine.sampling.plan import Mask, Rows, SamplingPlan
 from uma_trio.engine_link.sampling import Bias, Past, SamplingParams
 
 
@@ -46,7 +46,7 @@ def distribution(
         Token ids and their probabilities, most likely first.  No probability is 0, and they sum up to 1.  Both
         arrays are empty where ``sample`` returns ``NO_TOKEN``.
     """
-    plan = Plan([params], len(logits))
+    plan = SamplingPlan([params], len(logits))
     rows = sampler.apply_logit_ops(logits[np.newaxis], Rows([params], [step], [mask], [bias], [past], [breakers]), plan)
     max_logits = rows.max(axis=1)
     if not np.isfinite(max_logits[0]):

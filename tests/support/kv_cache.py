@@ -19,7 +19,7 @@ LONG = np.arange(3000, 3800, dtype=np.int32)
 
 
 class Got(NamedTuple):
-    """A ``Placement``, with the sequence id in place of the allocation."""
+    """A ``NewAllocation``, with the sequence id in place of the allocation."""
 
     seq_id: int
     n_cached: int

@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 
 import attrs
 
+from tests.support.controlling import START, Client
 from tests.support.fake_engine import expected_continuation
 from tests.support.fake_runtime import SKIPPED, ScriptedController, Trap
-from tests.support.steering import START, Client
 from uma_trio.aici.runtime.interface import Sample, Splice, StopSequence
 from uma_trio.aici_link.messages import PreResult
 

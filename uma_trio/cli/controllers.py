@@ -36,7 +36,7 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 @click.group("controllers", cls=SuggestingGroup)
 def command() -> None:
-    """Upload, tag, list, run and delete controllers: Wasm modules that steer an answer token by token.
+    """Upload, tag, list, run and delete controllers: Wasm modules that control an answer token by token.
 
     A controller can allow and forbid tokens, insert text, remove some, fork the answer and let the forks share
     variables.  jsctrl comes with the daemon and runs JavaScript.  docs/AICI-CONTROLLERS.md says how to write programs

@@ -211,7 +211,7 @@ class Generation(ModelRequest):
     async def _serve(self, service: ModelService) -> None:
         check_generates(service.scheduler.info)
         if self.request.controller is not None:
-            await self._steer(service, self.request.controller)
+            await self._serve_controlled(service, self.request.controller)
             return
         if self.record is not None:
             await self.record.begin_attempt()
@@ -252,7 +252,7 @@ class Generation(ModelRequest):
             prompt = attrs.evolve(prompt, limit=service.prompts.reasoning_end(prompt, self.request))
         return prompt
 
-    async def _steer(self, service: ModelService, controller: str) -> None:
+    async def _serve_controlled(self, service: ModelService, controller: str) -> None:
         """Serve a request whose controller makes the answer."""
         if service.runtime is None:
             raise ControllerUnavailable("this daemon runs no controllers")

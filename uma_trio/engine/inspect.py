@@ -13,7 +13,7 @@ from llama_abi.backends import OnOpen
 from llama_abi.gpus import look
 from llama_abi.stamp import in_checkout
 from uma_trio import config
-from uma_trio.engine.placement import Place
+from uma_trio.engine.placement import ModelDevices
 from uma_trio.engine_link.devices import Device, Devices, MachineGpu, layers_on_gpu, memory_by_device, split_in_words
 from uma_trio.engine_link.installed import LibraryProblem
 
@@ -62,7 +62,7 @@ def find_devices(library: llama_abi.Library) -> Devices:
 
 
 def devices_of_model(
-    where: Place, model: llama_abi.Model, settings: config.Model, buffers: Iterable[llama_abi.Buffer]
+    where: ModelDevices, model: llama_abi.Model, settings: config.Model, buffers: Iterable[llama_abi.Buffer]
 ) -> Devices:
     """What a loaded model computes on, with the memory that is free now.
 

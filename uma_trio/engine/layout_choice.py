@@ -24,7 +24,7 @@ from uma_trio.engine.layout import (
     rule_in_words,
 )
 from uma_trio.engine.layout_trial import try_layouts
-from uma_trio.engine.placement import Place, compute_environment
+from uma_trio.engine.placement import ModelDevices, compute_environment
 from uma_trio.engine_link.attention import AttentionScan
 from uma_trio.engine_link.defaults import KV_CELL_MULTIPLE
 from uma_trio.processes.machine import default_threads, free_memory_bytes, machine_memory_bytes
@@ -61,7 +61,7 @@ def shape_of(model: llama_abi.Model, settings: config.Model) -> Shape:
 
 
 def layout_candidates(
-    model: llama_abi.Model, where: Place, shape: Shape, settings: config.Model, target_itl_ms: float
+    model: llama_abi.Model, where: ModelDevices, shape: Shape, settings: config.Model, target_itl_ms: float
 ) -> tuple[Layout, ...]:
     """The layouts in which ``model`` may serve, the default first."""
     return candidates(
@@ -73,7 +73,9 @@ def layout_candidates(
     )
 
 
-def check_memory(model: llama_abi.Model, where: Place, shape: Shape, n_ctx: int, *, failed: bool = False) -> None:
+def check_memory(
+    model: llama_abi.Model, where: ModelDevices, shape: Shape, n_ctx: int, *, failed: bool = False
+) -> None:
     """Compare the KV cache with the free memory, before the kernel ends a process to make room for it.
 
     Args:
@@ -141,12 +143,12 @@ def _scans_masked_cells(devices: Iterable[str]) -> bool:
     return any(name.startswith(SCANS_MASKED_CELLS) for name in devices)
 
 
-def compiles_shaders(where: Place) -> bool:
+def compiles_shaders(where: ModelDevices) -> bool:
     """Whether a device of the model compiles a kernel when it is first used."""
     return where.on_gpu and any(name.startswith(COMPILES_SHADERS) for name in where.names)
 
 
-def environment_of(where: Place, target_itl_ms: float) -> Environment:
+def environment_of(where: ModelDevices, target_itl_ms: float) -> Environment:
     """What the layout by rule depends on, for a model that goes to ``where``."""
     return Environment(
         on_gpu=where.on_gpu,
@@ -157,7 +159,7 @@ def environment_of(where: Place, target_itl_ms: float) -> Environment:
 
 def choose_layout(
     model: llama_abi.Model,
-    where: Place,
+    where: ModelDevices,
     shape: Shape,
     settings: config.Model,
     layout_cache: LayoutCache | None,

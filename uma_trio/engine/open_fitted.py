@@ -38,7 +38,7 @@ from uma_trio.engine.layout import (
 )
 from uma_trio.engine.layout_choice import context_options, environment_of
 from uma_trio.engine.llama import LlamaEngine
-from uma_trio.engine.placement import Place, PlacementError, library_environment, open_library, place
+from uma_trio.engine.placement import ModelDevices, PlacementError, library_environment, open_library, place
 from uma_trio.engine.pooling import PoolingEngine
 from uma_trio.engine_link.defaults import SHARES
 from uma_trio.engine_link.messages import NO_MEMORY, EngineError, FitReport, LoadError, Start
@@ -131,7 +131,7 @@ def corrected(memory: Memory, predicted: int, taken: int) -> float:
     return memory.correction + WEIGHT_OF_NEW * (max(1.0, ratio) - memory.correction)
 
 
-def measure(library: llama_abi.Library, where: Place | None = None) -> list[Memory]:
+def measure(library: llama_abi.Library, where: ModelDevices | None = None) -> list[Memory]:
     """The memory that is free now: this machine's, and that of the devices of ``where``; ``None`` for all GPUs.
 
     Devices that divide each layer between them have one memory together: what the model may take in all, so that the
@@ -154,12 +154,12 @@ def measure(library: llama_abi.Library, where: Place | None = None) -> list[Memo
     return [Memory(RAM, free_memory_bytes(swap=False)), *found]
 
 
-def _with_memory(where: Place) -> list[llama_abi.Device]:
+def _with_memory(where: ModelDevices) -> list[llama_abi.Device]:
     """The devices that say how much memory they have."""
     return [each for each in where.devices if each.memory_total]
 
 
-def _shares(where: Place) -> list[float]:
+def _shares(where: ModelDevices) -> list[float]:
     """The shares of those devices; empty where llama.cpp chooses."""
     shares = where.options.tensor_split
     return [share for each, share in zip(where.devices, shares, strict=bool(shares)) if each.memory_total]
@@ -170,7 +170,7 @@ def index_of(memories: Sequence[Memory]) -> dict[str, int]:
     return {name: n for n, each in enumerate(memories) for name in each.name.split("+") if n}
 
 
-def arrangement_of(where: Place, memories: Sequence[Memory]) -> Arrangement:
+def arrangement_of(where: ModelDevices, memories: Sequence[Memory]) -> Arrangement:
     """What ``where`` fixes, for ``memories`` as ``measure`` returns them."""
     index = index_of(memories)
     return Arrangement(
@@ -180,7 +180,7 @@ def arrangement_of(where: Place, memories: Sequence[Memory]) -> Arrangement:
 
 
 def choose(
-    library: llama_abi.Library, start: Start, sizes: ModelSizes, memories: Sequence[Memory], where: Place
+    library: llama_abi.Library, start: Start, sizes: ModelSizes, memories: Sequence[Memory], where: ModelDevices
 ) -> tuple[Fit, frozenset[str] | None]:
     """Choose settings with which the model fits, and the names of the layouts that fit; ``None`` for all of them.
 
@@ -248,7 +248,7 @@ class ComputeSizes:
     """
 
     def __init__(
-        self, library: llama_abi.Library, path: Path, memories: Sequence[Memory], where: Place | None = None
+        self, library: llama_abi.Library, path: Path, memories: Sequence[Memory], where: ModelDevices | None = None
     ) -> None:
         self._library = library
         self._path = path

@@ -35,7 +35,7 @@ class PlacementError(ErrorWithRemedy):
 
 
 @attrs.frozen(kw_only=True)
-class Place:
+class ModelDevices:
     """Where a model goes."""
 
     devices: tuple[llama_abi.Device, ...]
@@ -54,7 +54,7 @@ class Place:
         return self.options.split_mode in ("row", "tensor")
 
     @property
-    def without_overrides(self) -> Place:
+    def without_overrides(self) -> ModelDevices:
         """The same for another model, which has other tensors."""
         return attrs.evolve(self, options=attrs.evolve(self.options, overrides=()))
 
@@ -96,7 +96,7 @@ def open_library(settings: config.Model) -> llama_abi.Library:
     return library
 
 
-def place(settings: config.Model, library: llama_abi.Library) -> Place:
+def place(settings: config.Model, library: llama_abi.Library) -> ModelDevices:
     """Compare ``settings`` with the devices of ``library``.
 
     Raises:
@@ -105,7 +105,7 @@ def place(settings: config.Model, library: llama_abi.Library) -> Place:
     return place_on(settings, library.devices(), library.max_devices)
 
 
-def place_on(settings: config.Model, found: Sequence[llama_abi.Device], max_devices: int) -> Place:
+def place_on(settings: config.Model, found: Sequence[llama_abi.Device], max_devices: int) -> ModelDevices:
     """As ``place``, for the devices ``found``."""
     devices = _chosen(settings, found)
     if len(devices) > max_devices:
@@ -134,7 +134,7 @@ def place_on(settings: config.Model, found: Sequence[llama_abi.Device], max_devi
         )
     # always named, so that what is shown is what is used; llama.cpp alone knows which devices are one and the same GPU
     named = settings.devices or mode in ("none", "tensor")
-    return Place(
+    return ModelDevices(
         devices=devices,
         options=llama_abi.Placement(
             devices=tuple([each.name for each in devices]) if named else None,
@@ -201,7 +201,7 @@ def _are(devices: Sequence[llama_abi.Device]) -> str:
     return f"is {names}" if len(devices) == 1 else f"are {names}"
 
 
-def compute_environment(library: llama_abi.Library, where: Place, settings: config.Model) -> tuple[object, ...]:
+def compute_environment(library: llama_abi.Library, where: ModelDevices, settings: config.Model) -> tuple[object, ...]:
     """What computes, and with what."""
     return *library_environment(library), os.cpu_count(), settings.gpu_layers, where.options
 

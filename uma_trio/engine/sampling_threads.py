@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from uma_trio.engine.sampling import sampler
 from uma_trio.engine.sampling.candidates import Floats
-from uma_trio.engine.sampling.plan import Plan, Rows
+from uma_trio.engine.sampling.plan import Rows, SamplingPlan
 from uma_trio.engine_link.sampling import SamplingParams
 
 LOGITS_OF_A_THREAD: Final = 1 << 22
@@ -37,7 +37,7 @@ class SamplingThreads:
         self._n_threads = min(n_threads, MAX_THREADS)
         self._pool: ThreadPoolExecutor | None = None
         self._params: Sequence[SamplingParams] = ()
-        self._parts: list[tuple[slice, Plan]] = []
+        self._parts: list[tuple[slice, SamplingPlan]] = []
         """How the rows of ``_params`` are divided, until there are others."""
         self.copied_rows = 0
         """Rows of logits that were copied for the latest tokens."""
@@ -55,7 +55,7 @@ class SamplingThreads:
             return sampler.sample(logits, rows, mus, self._parts[0][1])
         self._pool = self._pool or ThreadPoolExecutor(self._n_threads - 1, "sampling")
 
-        def part(some: slice, plan: Plan) -> npt.NDArray[np.int32]:
+        def part(some: slice, plan: SamplingPlan) -> npt.NDArray[np.int32]:
             found: dict[int, float] = {}
             tokens = sampler.sample(logits[some], rows.part(some), found, plan)
             if mus is not None:
@@ -70,7 +70,7 @@ class SamplingThreads:
         work = sum([1 if each.greedy else DRAW for each in params])
         n_parts = max(1, min(self._n_threads, round(work * n_vocab / LOGITS_OF_A_THREAD)))
         ends = [len(params) * part // n_parts for part in range(n_parts + 1)]
-        self._parts = [(rows, Plan(params[rows], n_vocab)) for rows in map(slice, ends, ends[1:])]
+        self._parts = [(rows, SamplingPlan(params[rows], n_vocab)) for rows in map(slice, ends, ends[1:])]
         self._params, self.copied_rows = params, sum([plan.copied_rows for _, plan in self._parts])
 
     def close(self) -> None:

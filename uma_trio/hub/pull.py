@@ -42,7 +42,7 @@ POLL_S: Final = 0.2
 
 
 @attrs.frozen(kw_only=True)
-class Plan:
+class PullPlan:
     """What there is to download."""
 
     name: str
@@ -96,7 +96,7 @@ class Puller:
                     self._reporter.message(f"the model will not see pictures: {error}")
             return model
 
-    async def _bring(self, http: Http, plan: Plan) -> InstalledModel:
+    async def _bring(self, http: Http, plan: PullPlan) -> InstalledModel:
         here = await trio.to_thread.run_sync(self._find, plan)
         return here or await self._fetch(http, plan)
 
@@ -117,7 +117,7 @@ class Puller:
 
     # -- what to download -----------------------------------------------------------------------
 
-    async def _plan_hub(self, http: Http, reference: HubReference) -> tuple[Plan, Plan | None]:
+    async def _plan_hub(self, http: Http, reference: HubReference) -> tuple[PullPlan, PullPlan | None]:
         """The model, and the projector of its repository, which goes next to it."""
         endpoint = self._places.endpoint
         read = functools.partial(read_repository, http, endpoint, reference)
@@ -125,7 +125,7 @@ class Puller:
         place = reference.repository_at_revision
         variant = choose(variants_of(repository.files), reference.choice, place)
         source = f"{endpoint}/{reference.repository}/blob/{reference.revision}"
-        model = Plan(
+        model = PullPlan(
             name=f"{place}:{variant.label}",
             source=f"{source}/{variant.path}",
             revision=repository.commit,
@@ -136,7 +136,7 @@ class Puller:
         if projector is None:
             return model, None
         name = PurePosixPath(projector.path).name
-        return model, Plan(
+        return model, PullPlan(
             name=f"{place}:{projector.path}",
             source=f"{source}/{projector.path}",
             revision=repository.commit,
@@ -144,7 +144,7 @@ class Puller:
             targets=(self._folder.hub_install_path(place, str(PurePosixPath(variant.path).with_name(name))),),
         )
 
-    def _plan_url(self, reference: UrlReference, sha256: str | None) -> Plan:
+    def _plan_url(self, reference: UrlReference, sha256: str | None) -> PullPlan:
         parts = urlsplit(reference.url)
         segments = [unquote(segment) for segment in parts.path.split("/") if segment]
         name = segments[-1] if segments else "model"
@@ -161,7 +161,7 @@ class Puller:
             stem = parts.path[: -len("-00001-of-00001.gguf")]
             urls = [urlunsplit(parts._replace(path=part_name(stem, number, count))) for number in range(1, count + 1)]
         place = ("web", parts.netloc.replace(":", "_"), *segments[:-1])
-        return Plan(
+        return PullPlan(
             name=model_stem(PurePosixPath(names[0])),
             source=str(reference),
             files=tuple(RemoteFile(without_secrets(url), url=url, sha256=sha256) for url in urls),
@@ -170,7 +170,7 @@ class Puller:
 
     # -- what is here ---------------------------------------------------------------------------
 
-    def _find(self, plan: Plan) -> InstalledModel | None:
+    def _find(self, plan: PullPlan) -> InstalledModel | None:
         """The model or the projector, if exactly these files are here.  Blocks."""
         wanted = tuple(file.sha256 for file in plan.files)
         found = self._folder.find(plan.targets)
@@ -188,7 +188,7 @@ class Puller:
 
     # -- the download ---------------------------------------------------------------------------
 
-    async def _fetch(self, http: Http, plan: Plan) -> InstalledModel:
+    async def _fetch(self, http: Http, plan: PullPlan) -> InstalledModel:
         folder = self._folder.download_folder(plan.name)
         waits = False
         while True:
@@ -208,7 +208,7 @@ class Puller:
                     "make it writable, or choose another folder with models_dir",
                 ) from None
 
-    def _show_other(self, plan: Plan, folder: DownloadFolder) -> None:
+    def _show_other(self, plan: PullPlan, folder: DownloadFolder) -> None:
         state = folder.state()
         if state is None:
             return
@@ -216,7 +216,7 @@ class Puller:
         for number, (done, size) in enumerate(zip(folder.sizes(len(state.sizes)), state.sizes, strict=True)):
             self._reporter.progress(number, done, size)
 
-    async def _fetch_locked(self, http: Http, plan: Plan, folder: DownloadFolder) -> InstalledModel:
+    async def _fetch_locked(self, http: Http, plan: PullPlan, folder: DownloadFolder) -> InstalledModel:
         state = self._begin(plan, folder)
         self._reporter.start(plan.name, state.sizes)
         hashes = []
@@ -247,7 +247,7 @@ class Puller:
                 file.close()
         return await trio.to_thread.run_sync(self._install, plan, folder, hashes)
 
-    def _begin(self, plan: Plan, folder: DownloadFolder) -> DownloadState:
+    def _begin(self, plan: PullPlan, folder: DownloadFolder) -> DownloadState:
         """Save the state of the download, discard parts of another version, and check the free space.
 
         Raises:
@@ -285,7 +285,7 @@ class Puller:
         self._check_room(folder, state)
         folder.write_state(state)
 
-    def _install(self, plan: Plan, folder: DownloadFolder, hashes: Sequence[tuple[int, str]]) -> InstalledModel:
+    def _install(self, plan: PullPlan, folder: DownloadFolder, hashes: Sequence[tuple[int, str]]) -> InstalledModel:
         """Check the files as what they are to be, and move them to their places."""
         try:
             if plan.sees_for is None:

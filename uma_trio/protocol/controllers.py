@@ -1,4 +1,4 @@
-"""Messages about controllers: Wasm modules that steer an answer token by token (AICI).
+"""Messages about controllers: Wasm modules that control an answer token by token (AICI).
 
 ``ControllersQuery`` uploads, tags and lists them, and ``Controllers`` answers it.  A request that names a controller has
 three more events: ``Fork``, ``ControllerOutput`` and ``Backtrack``.

@@ -181,7 +181,7 @@ class Generate(PlainFields):
     add_generation_prompt: bool = True
     """The chat template ends ``messages`` with the beginning of a message of the assistant."""
     controller: Name | None = None
-    """A controller that steers the answer token by token: its module id, or a tag.  There is no prompt then."""
+    """A controller that controls the answer token by token: its module id, or a tag.  There is no prompt then."""
     controller_arg: Any = None
     """The controller's argument, such as a program: a text, or any other JSON value."""
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] = attrs.field(factory=list)

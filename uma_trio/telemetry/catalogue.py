@@ -372,7 +372,7 @@ GROUPS: Final[Mapping[str, tuple[Metric, ...]]] = {
     ),
     "Controllers": (
         nested("controllers", "Controllers of requests; `null` with `--aici disabled`:"),
-        gauge("controllers.sequences", "sequences", "Answers that a controller steers."),
+        gauge("controllers.sequences", "sequences", "Answers with a controller."),
         figure("controllers.post_pre_p50_ms", "ms", "last 4096",
             "Median time for all controllers to end a step and begin the next one."),
         figure("controllers.post_pre_p99_ms", "ms", "last 4096", "99th percentile."),

@@ -38,7 +38,7 @@ class WorkerError(Exception):
 
 @attrs.define(eq=False)
 class LiveSequence:
-    """A sequence of the engine, and the controller that steers it."""
+    """A sequence of the engine, and its controller."""
 
     id: int
     req_id: str

@@ -34,7 +34,7 @@ NOTHING_ALIKE: Final = Comparison(0)
 
 
 @attrs.frozen
-class Placement:
+class NewAllocation:
     """The sequence that a request got."""
 
     allocation: Allocation
@@ -120,7 +120,7 @@ class KvCache:
 
     # -- requests -------------------------------------------------------------------------------
 
-    def allocate(self, allocation: Allocation, parked: SavedState | None = None) -> Placement | None:
+    def allocate(self, allocation: Allocation, parked: SavedState | None = None) -> NewAllocation | None:
         """Reserve a sequence and its cells for ``allocation``, reusing as much of its prompt as possible.
 
         At least the last prompt token is left to compute, because sampling needs its logits.
@@ -139,12 +139,12 @@ class KvCache:
             raise ValueError(f"cannot reserve {allocation.reserved} cells; a sequence has 1 to {self._pool.largest}")
         allocation.private = allocation.private or not self._reuse
         match = self._sharing.find(allocation)
-        placement = self._allocate(allocation, match, parked)
-        if placement is None or allocation.private:
-            return placement
-        return attrs.evolve(placement, comparison=self._pool.lost.compare(allocation, match.nearest, match.n_in_common))
+        new = self._allocate(allocation, match, parked)
+        if new is None or allocation.private:
+            return new
+        return attrs.evolve(new, comparison=self._pool.lost.compare(allocation, match.nearest, match.n_in_common))
 
-    def _allocate(self, allocation: Allocation, match: Match, parked: SavedState | None) -> Placement | None:
+    def _allocate(self, allocation: Allocation, match: Match, parked: SavedState | None) -> NewAllocation | None:
         pool, sharing, cells = self._pool, self._sharing, allocation.reserved
         source, n_shared, n_in_common, _ = match
         self._truncation.plan_pauses(allocation, n_shared, n_in_common)
@@ -161,7 +161,7 @@ class KvCache:
             self._record_reuse(allocation, source, n_shared)
             if source is not None:
                 sharing.branch(allocation, source, n_shared)
-            return Placement(allocation, allocation.n_tokens, waits=allocation.leader is not None)
+            return NewAllocation(allocation, allocation.n_tokens, waits=allocation.leader is not None)
         if idle is None:
             return None
         if sharing.would_lose_unsaved(idle, n_shared):  # only this sequence could make room, and it must be saved first
@@ -176,7 +176,7 @@ class KvCache:
         state = self.offload.state_for(allocation, n_shared)
         return n_shared if state is None else common_prefix(allocation.tokens[:-1], state.tokens)
 
-    def _take_over(self, allocation: Allocation, source: Allocation, n_shared: int) -> Placement | None:
+    def _take_over(self, allocation: Allocation, source: Allocation, n_shared: int) -> NewAllocation | None:
         more = allocation.reserved - source.reserved
         if not self._pool.make_room(more, keep=source, n_sequences=0, principal=allocation.principal):
             return None
@@ -185,7 +185,7 @@ class KvCache:
         self._record_reuse(allocation, source, n_shared)
         allocation.n_reused = max(allocation.n_reused, expected_tokens(allocation, source.n_uncut, n_shared))
         self._sharing.take_over(source, n_shared, allocation)
-        return Placement(allocation, n_shared)
+        return NewAllocation(allocation, n_shared)
 
     def _record_reuse(self, allocation: Allocation, source: Allocation | None, n_shared: int) -> None:
         """Record which tokens are used again, or would be if the limit had not evicted them, so that they stay longer."""
@@ -196,13 +196,13 @@ class KvCache:
             limit.reused(source, n_shared)
         limit.began(allocation, n_shared)
 
-    def _allocate_for_state(self, allocation: Allocation, state: SavedState) -> Placement | None:
+    def _allocate_for_state(self, allocation: Allocation, state: SavedState) -> NewAllocation | None:
         if not self._pool.make_room(allocation.reserved, keep=None, n_sequences=1, principal=allocation.principal):
             return None
         self._pool.admit(allocation)
         self._record_reuse(allocation, None, 0)
         allocation.awaits_state = True
-        return Placement(allocation, 0, waits=True, saved=state)
+        return NewAllocation(allocation, 0, waits=True, saved=state)
 
     def share_prefix(self, allocation: Allocation, tokens: TokenIds) -> None:
         """Let a running sequence that holds nothing yet begin with a prefix of ``tokens`` that another one has.

@@ -4,7 +4,7 @@ The cells of a ``durable`` idle allocation are not reused before it has been sav
 until the allocation is saved or saving is given up.  A request waits for a saved state if the state has more of its
 prompt than any sequence, and if loading is predicted to be faster than computing.
 
-The caller moves the data: it saves what ``to_save`` returns and loads ``Placement.saved``.
+The caller moves the data: it saves what ``to_save`` returns and loads ``NewAllocation.saved``.
 """
 
 from __future__ import annotations

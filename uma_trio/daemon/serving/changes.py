@@ -25,7 +25,7 @@ def check_steering(sequence: Sequence, steering: Steering, *, n_sampled: int) ->
         n_sampled: tokens that the steps in flight sample for it, at most.
     """
     query = steering.query
-    if sequence.control.steers:
+    if sequence.control.exists:
         raise BadRequest("a controller makes this answer: only the controller can steer it", field="request_id")
     if sequence.bounds.steering is not None:
         raise BadRequest("an earlier change of this answer is not made yet: wait for its event", field="request_id")
@@ -49,7 +49,7 @@ def check_steering(sequence: Sequence, steering: Steering, *, n_sampled: int) ->
         )
 
 
-def steer(new: NewTokens, steering: Steering, token_to_bytes: TokenToBytes) -> None:
+def apply_steering(new: NewTokens, steering: Steering, token_to_bytes: TokenToBytes) -> None:
     """Change the answer as its client wants it, after the tokens that were sampled.  No step that runs ahead has it."""
     sequence, query = new.sequence, steering.query
     if new.reason is not None:

@@ -43,7 +43,7 @@ def send_tokens(new: NewTokens, token_to_bytes: TokenToBytes) -> FinishReason | 
         Why the sequence ends with them, if it does.
     """
     sequence = new.sequence
-    if sequence.control.steers:
+    if sequence.control.exists:
         return _send_controlled(new, token_to_bytes)
     insertions = {each.after_tokens: (each, change) for change in new.changes for each in change.insertions}
     shown_from = 0

@@ -144,7 +144,7 @@ class StepPlanner:
         wanted = sequence.request.speculate
         if sequence.prompt.media:
             return False  # neither prompt lookup nor a draft model knows what a picture shows
-        if sequence.control.steers:
+        if sequence.control.exists:
             return False  # a controller may refuse each token, so it is asked one at a time
         can_draft = self._info.can_truncate and not sequence.sampling.params.is_adaptive
         return can_draft and (self._limits.speculation if wanted is None else wanted)
@@ -313,7 +313,7 @@ class StepPlanner:
 
     def _admit(self, *, may_preempt: bool) -> None:
         for sequence in self._waiting.admit(self._policy.service, may_preempt=may_preempt):
-            if sequence.control.steers:
+            if sequence.control.exists:
                 self._controllers.preempted(sequence)
             if self._drafts is not None:
                 self._drafts.leave(sequence)
@@ -396,7 +396,7 @@ class StepPlanner:
         seq_ids = [*[view.seq_id for view in chosen.decodes], *[chunk.seq_id for chunk in chosen.chunks]]
         computed = [sequences[seq_id] for seq_id in seq_ids]
         return all(
-            each.priority is Priority.BACKGROUND and not each.control.steers and not each.prompt.media
+            each.priority is Priority.BACKGROUND and not each.control.exists and not each.prompt.media
             for each in computed
         )
 

@@ -94,11 +94,11 @@ class RunningSet:
         if self._is_behind_forks(sequence) or self._is_left_to_others(sequence):
             return False
         place = sequence.place
-        placement = self.cache.allocate(_allocation_of(sequence), place.parked)
-        if placement is None:
+        new = self.cache.allocate(_allocation_of(sequence), place.parked)
+        if new is None:
             self.offloader.check_for_work()  # something may have to be saved to make room
             return False
-        sequence.allocation = allocation = placement.allocation
+        sequence.allocation = allocation = new.allocation
         sequence.state = State.PREFILL
         place.begin(trio.current_time())
         if place.was_preempted:
@@ -111,12 +111,12 @@ class RunningSet:
         if sequence.log is not None:
             sequence.log.attempt()
         if not place.was_preempted:
-            sequence.comparison = placement.comparison
-        if not placement.waits:
-            self._start_prefill(sequence, placement.n_cached)
-        if placement.saved is not None:
-            self.offloader.swap_in(allocation, placement.saved)
-        if placement.saved is place.parked:
+            sequence.comparison = new.comparison
+        if not new.waits:
+            self._start_prefill(sequence, new.n_cached)
+        if new.saved is not None:
+            self.offloader.swap_in(allocation, new.saved)
+        if new.saved is place.parked:
             place.parked = None  # goes when it is loaded
         self.unpark(sequence)
         return True
@@ -262,7 +262,7 @@ class RunningSet:
 
     def _is_ready(self, sequence: Sequence) -> bool:
         """Whether the next step may compute something of ``sequence``, if no step in flight does."""
-        if not sequence.control.steers:
+        if not sequence.control.exists:
             return sequence.sink.has_room
         assert sequence.allocation is not None
         return sequence.n_computable > sequence.n_computed and self.cache.may_compute(sequence.allocation)
@@ -477,7 +477,7 @@ def _known_tokens(sequence: Sequence) -> TokenIds:
 
 
 def _is_stalled(sequence: Sequence) -> bool:
-    is_plain = sequence.state is State.DECODE and not sequence.control.steers
+    is_plain = sequence.state is State.DECODE and not sequence.control.exists
     return is_plain and sequence.place.stalled_at < math.inf and not sequence.sink.has_room
 
 

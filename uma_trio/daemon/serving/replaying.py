@@ -70,7 +70,7 @@ def hash_of(tokens: Iterable[int]) -> str:
 def _why_inexact(sequence: Sequence) -> str:
     """Why a request with the tokens of the prompt does not compute the same; empty if it does."""
     reasons = {
-        "a controller made it": sequence.control.steers,
+        "a controller made it": sequence.control.exists,
         "it has pictures": bool(sequence.prompt.media),
         "tools decide what may follow": sequence.prompt.calling is not None,
         "its reasoning was limited": sequence.bounds.budget is not None,

@@ -18,7 +18,7 @@ from uma_trio.daemon.prompts.prompt import Prompt, fit_prompt, tokens_to_generat
 from uma_trio.daemon.scheduling.view import Priority
 from uma_trio.daemon.serving.controllers.state import ControlledRequest
 from uma_trio.daemon.serving.sequence import EventSink, Sequence, TokenLog
-from uma_trio.daemon.serving.sequence_parts import Sampling, TokenTimes
+from uma_trio.daemon.serving.sequence_parts import AnswerSampling, TokenTimes
 from uma_trio.daemon.serving.token_history import TokenHistory
 from uma_trio.engine_link.adapters import NO_ADAPTERS, AdapterSet, adapter_set
 from uma_trio.engine_link.messages import ModelInfo
@@ -172,12 +172,12 @@ def _sampling(
     max_tokens: int,
     info: ModelInfo,
     grammar: Grammar | None,
-) -> Sampling:
+) -> AnswerSampling:
     banned = [token for token, bias in request.logit_bias.items() if bias == BANNED]
     if request.ignore_eos:
         banned += info.eog_ids
     added = {token: bias for token, bias in request.logit_bias.items() if bias not in (BANNED, 0)}
-    return Sampling(
+    return AnswerSampling(
         params=params,
         banned=np.array(banned, np.int32) if banned else None,
         bias=Bias(np.array([*added], np.int32), np.array([*added.values()], np.float32)) if added else None,

@@ -411,7 +411,7 @@ class Scheduler:
         """
         completed = await self._complete()
         if self._controllers:
-            await self._steer(completed)
+            await self._ask_controllers(completed)
         if self._rest is not None:  # nobody waits for a text while the device rests
             for each in completed:
                 self._deliver(each)
@@ -470,7 +470,7 @@ class Scheduler:
         busy_s = sum([each.duration_ms for each in completed]) / 1e3
         await trio.sleep(rest.after_tick(busy_s, now, self._energy.divide(now)))
 
-    async def _steer(self, completed: list[CompletedStep]) -> None:
+    async def _ask_controllers(self, completed: list[CompletedStep]) -> None:
         """Tell controllers what ``completed`` sampled, and wait a moment for what they say about the next step.
 
         Clients without a controller get their tokens later, as always.
@@ -613,7 +613,7 @@ class Scheduler:
     def _deliver_tokens(self, completed: CompletedStep, *, controlled: bool) -> None:
         """Send the new tokens of sequences with a controller, or of all others."""
         for new in completed.new_tokens:
-            if new.sequence.control.steers is not controlled:
+            if new.sequence.control.exists is not controlled:
                 continue
             if new.sequence.state is not State.FINISHED:  # cancelled by what another sequence's delivery set off
                 self.deliver(new, completed.at)
@@ -649,7 +649,7 @@ class Scheduler:
                 sequence.keep_computed = False
             self._release_when_computed(sequence)
         self._leave(sequence.principal)
-        if sequence.control.steers:
+        if sequence.control.exists:
             self._controllers.ended(sequence)
         if isinstance(reason, UmaError):
             reason.request_id = sequence.request.id

@@ -23,9 +23,9 @@ from uma_trio.daemon.scheduling.view import Priority, SequenceView
 from uma_trio.daemon.serving.controllers.state import NO_CONTROL, Control, NoControl
 from uma_trio.daemon.serving.sequence_parts import (
     AnswerBounds,
+    AnswerSampling,
     AnswerText,
     PlaceState,
-    Sampling,
     Speculation,
     TokenTimes,
 )
@@ -112,7 +112,7 @@ class Sequence:
     request: Generate
     prompt: Prompt
     max_tokens: int
-    sampling: Sampling
+    sampling: AnswerSampling
     end_ids: Set[int]
     """Tokens without text: the end of the answer, as the model or the request has it."""
     sink: EventSink
@@ -290,7 +290,7 @@ class Sequence:
     @property
     def ending_ids(self) -> Set[int]:
         """Tokens that end it when they are sampled.  With a controller, only that one ends it."""
-        return NO_IDS if self.control.steers else self.end_ids
+        return NO_IDS if self.control.exists else self.end_ids
 
     @property
     def can_yield(self) -> bool:

@@ -25,7 +25,7 @@ EWMA_WEIGHT: Final = 0.2
 
 
 @attrs.frozen(kw_only=True)
-class Sampling:
+class AnswerSampling:
     """How the tokens of one answer are chosen."""
 
     params: SamplingParams

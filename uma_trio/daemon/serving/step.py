@@ -20,7 +20,7 @@ from uma_trio.daemon.scheduling.cost import Work
 from uma_trio.daemon.scheduling.policy import Plan
 from uma_trio.daemon.scheduling.tick import PolicyState
 from uma_trio.daemon.scheduling.view import SequenceView
-from uma_trio.daemon.serving.changes import at_end_of_sentence, steer
+from uma_trio.daemon.serving.changes import apply_steering, at_end_of_sentence
 from uma_trio.daemon.serving.controllers.results import complete_sample
 from uma_trio.daemon.serving.embedding import EmbeddingChunk
 from uma_trio.daemon.serving.new_tokens import (
@@ -330,7 +330,7 @@ def complete_step(
         allocation = sequence.allocation
         if allocation is None or sequence.state is State.FINISHED or not row.n_samples:
             continue
-        is_plain = not sequence.control.steers
+        is_plain = not sequence.control.exists
         if is_plain and MASK_LATE in sampled:  # then all of its samples have it
             new_tokens.append(_undo(sequence, row, cache, can_truncate=can_truncate))
             continue
@@ -342,7 +342,7 @@ def complete_step(
             allowed = forced.get(allocation.seq_id, ()) if mu is None else ()  # mirostat samples one token a step
             new = _complete_row(row, sampled, scores, failure, allowed)
             if sequence.bounds.steering is not None and (ahead is None or ahead.row_of(sequence) is None):
-                steer(new, sequence.bounds.steering, token_to_bytes)
+                apply_steering(new, sequence.bounds.steering, token_to_bytes)
             elif sequence.bounds.budget is not None and new.reason is None:
                 append_forced(new, sequence.bounds.budget.end_after(new.tokens, token_to_bytes))
         else:

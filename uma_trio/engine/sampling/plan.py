@@ -56,7 +56,7 @@ class Rows(msgspec.Struct, gc=False):
         return Rows(*[each and each[rows] for each in msgspec.structs.astuple(self)])
 
 
-class Plan:
+class SamplingPlan:
     """Which rows need what.
 
     Args:

@@ -36,7 +36,7 @@ from uma_trio.engine.sampling.candidates import (
 from uma_trio.engine.sampling.dry import apply_dry
 from uma_trio.engine.sampling.filters import kept_tokens
 from uma_trio.engine.sampling.logit_ops import apply_biases, apply_masks, apply_penalties
-from uma_trio.engine.sampling.plan import Filters, Plan, Rows
+from uma_trio.engine.sampling.plan import Filters, Rows, SamplingPlan
 from uma_trio.engine.sampling.rng import uniforms
 from uma_trio.engine_link.sampling import NO_TOKEN, SamplingParams
 
@@ -58,7 +58,7 @@ def sample(
     logits: Floats,
     rows: Rows,
     mus: dict[int, float] | None = None,
-    plan: Plan | None = None,
+    plan: SamplingPlan | None = None,
 ) -> npt.NDArray[np.int32]:
     """Sample one token for each row.
 
@@ -71,7 +71,7 @@ def sample(
         (rows,) token ids in [0, n_vocab), or ``NO_TOKEN``.  Among equal logits the lower id counts as more likely.
     """
     n_vocab = logits.shape[1]
-    plan = plan or Plan(rows.params, n_vocab)
+    plan = plan or SamplingPlan(rows.params, n_vocab)
     logits = apply_logit_ops(logits, rows, plan)
     # A step is mostly one row or a few, and numpy's code has left the caches since the last one: each call takes long.
     tokens = logits.argmax(axis=1)
@@ -79,7 +79,9 @@ def sample(
     if not all(map(math.isfinite, best)):  # argmax returns a NaN or +inf if the row has one
         usable = [*map(math.isfinite, best)]
         tokens[np.logical_not(usable)] = NO_TOKEN
-        plan = Plan([p if is_usable else _GREEDY for p, is_usable in zip(rows.params, usable, strict=True)], n_vocab)
+        plan = SamplingPlan(
+            [p if is_usable else _GREEDY for p, is_usable in zip(rows.params, usable, strict=True)], n_vocab
+        )
     if drawn := plan.drawn:
         steps = [rows.steps[row] for row in drawn]
         max_logits = np.array([best[row] for row in drawn], np.float32)
@@ -94,7 +96,7 @@ def sample(
     return sampled
 
 
-def apply_logit_ops(logits: Floats, rows: Rows, plan: Plan) -> Floats:
+def apply_logit_ops(logits: Floats, rows: Rows, plan: SamplingPlan) -> Floats:
     params = rows.params
     masks, biases, pasts = _if_any(rows.masks), _if_any(rows.biases), _if_any(rows.pasts)
     grammars = _if_any(rows.grammars)
@@ -124,7 +126,7 @@ def _if_any(given: Sequence[T | None] | None) -> Sequence[T | None]:
     return given if given and any(one is not None for one in given) else ()
 
 
-def chances_of(plan: Plan, steps: Sequence[int]) -> list[float]:
+def chances_of(plan: SamplingPlan, steps: Sequence[int]) -> list[float]:
     """A random number in [0, 1) for each row with XTC, independent of that of the draw; 1 for the others."""
     chances = [1.0] * len(plan.params)
     for row in plan.with_xtc:
@@ -133,7 +135,7 @@ def chances_of(plan: Plan, steps: Sequence[int]) -> list[float]:
 
 
 def _draw(
-    logits: Floats, max_logits: Floats, plan: Plan, randoms: Sequence[float], chances: Sequence[float]
+    logits: Floats, max_logits: Floats, plan: SamplingPlan, randoms: Sequence[float], chances: Sequence[float]
 ) -> tuple[list[int], dict[int, float]]:
     """A token for each row, and the next state of mirostat for each row that has it."""
     mus: dict[int, float] = {}

@@ -1,1 +1,1 @@
-"""A sequence that a controller steers: its state, its masks, its forks, and what the runtime is asked."""
+"""A sequence with a controller: its state, its masks, its forks, and what the runtime is asked."""

@@ -130,7 +130,7 @@ class ControllerDriver:
             raise ControllerUnavailable("the runtime of controllers has ended")
 
     def add(self, sequence: Sequence, request: ControlledRequest) -> list[Sequence]:
-        """Steer ``sequence``, the first of ``request``; returns its sequences, a list that grows with each fork."""
+        """Control ``sequence``, the first of ``request``; returns its sequences, a list that grows with each fork."""
         return self._controlled.begin(sequence, request)
 
     def _drop_unused(self, name: str) -> None:

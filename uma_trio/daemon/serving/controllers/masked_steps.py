@@ -51,7 +51,7 @@ class MaskedSteps:
             found = inputs[sequence]
             if isinstance(found, StepInput):  # the others go on with the same key
                 found.samples[0].late_mask = control_of(sequence).id
-        plain = [sequence for sequence in step.rows if not sequence.control.steers]
+        plain = [sequence for sequence in step.rows if not sequence.control.exists]
         if plain and not any(sequence.sampling.grammar for sequence in plain):
             message.mask_timeout_ms = SHORT_MASK_TIMEOUT_MS
         if step.runs_ahead:
@@ -78,7 +78,7 @@ class MaskedSteps:
 
     def sampled(self, step: InFlightStep) -> list[Sequence]:
         """The controlled sequences that ``step`` samples."""
-        return [each for each, row in step.rows.items() if each.control.steers and row.is_sampled]
+        return [each for each, row in step.rows.items() if each.control.exists and row.is_sampled]
 
     def samples(self, sequence: Sequence) -> bool:
         """Whether a step in flight samples the next token of ``sequence``."""

@@ -1,4 +1,4 @@
-"""The sequences that controllers steer, by the runtime's ids."""
+"""The sequences with controllers, by the runtime's ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the scheduler knows of a sequence that a controller steers."""
+"""What the scheduler knows of a sequence with a controller."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Phase(enum.Enum):
 
 @attrs.define(eq=False)
 class ControlledRequest:
-    """A request whose answers one controller steers."""
+    """A request with a controller, which chooses the tokens of all of its answers."""
 
     name: str
     """The runtime's name of the controller until there is a sequence."""
@@ -54,7 +54,7 @@ class ControlledRequest:
 class Control:
     """The state of one controlled sequence."""
 
-    steers: ClassVar = True
+    exists: ClassVar = True
     request: ControlledRequest
     id: int
     """The runtime's id of the sequence; never used again."""
@@ -116,9 +116,9 @@ class Control:
 
 
 class NoControl:
-    """In place of a ``Control``: no controller steers the sequence."""
+    """In place of a ``Control``: the sequence has no controller."""
 
-    steers: Final = False
+    exists: Final = False
     may_sample: Final = True
     may_yield: Final = True
     may_run_ahead: Final = True

@@ -23,8 +23,8 @@ from uma_trio.gateway.dialects.openai.chunks import Chunks, finish_reason
 from uma_trio.gateway.dialects.openai.dialect import OPENAI
 from uma_trio.gateway.dialects.openai.extras import Extras, describe, head_of, rendered
 from uma_trio.gateway.dialects.openai.messages import Message, chat_messages, template_fields, tool_fields
-from uma_trio.gateway.dialects.openai.resumable import ResumableChunks, last_place
-from uma_trio.gateway.dialects.openai.sampling import Sampling, adapters_of
+from uma_trio.gateway.dialects.openai.resumable import ResumableChunks, last_position
+from uma_trio.gateway.dialects.openai.sampling import SamplingFields, adapters_of
 from uma_trio.gateway.dialects.openai.shapes import (
     AnswerMessage,
     CallDelta,
@@ -45,7 +45,7 @@ from uma_trio.gateway.errors import invalid
 from uma_trio.protocol.chat import MAX_MESSAGES, MAX_TOOLS
 
 
-class ChatRequest(Sampling, kw_only=True):
+class ChatRequest(SamplingFields, kw_only=True):
     """A request for the next message of a chat."""
 
     messages: Annotated[list[Message], Meta(max_length=MAX_MESSAGES)]
@@ -91,8 +91,8 @@ async def complete_chat(call: Call) -> Response:
     )
     template = template_fields(request, chat["messages"])
     tools = tool_fields(request.tools, request.tool_choice, warnings)
-    place = last_place(call.request.headers) if request.is_resumable else None
-    name = call.id if place is None else place.answer_id
+    position = last_position(call.request.headers) if request.is_resumable else None
+    name = call.id if position is None else position.answer_id
     head = await head_of(call, f"chatcmpl-{name}", request.model)
     description = None
     if request.verbose or call.config.http.verbose:
@@ -115,9 +115,9 @@ async def complete_chat(call: Call) -> Response:
     renderer = ChatChunks(head, call.id, extras, n=n, has_usage=request.includes_usage, warnings=warnings)
     if not (request.stream and request.is_resumable):
         return await call.answers(fields, renderer=renderer, is_streamed=request.stream)
-    if place is not None:
+    if position is not None:
         await call.ask(lambda client: client.answers("read", answer_id=name))  # or 404
-        return call.stream_events(call.daemon.attach(name), ResumableChunks(renderer, name, place.number))
+        return call.stream_events(call.daemon.attach(name), ResumableChunks(renderer, name, position.number))
     fields |= {"detached": True, "admit_now": True}
     events = call.daemon.generate_stored(fields, goes_on=True)
     return call.stream_events(events, ResumableChunks(renderer, name))

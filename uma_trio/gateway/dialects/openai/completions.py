@@ -14,7 +14,7 @@ from uma_trio.gateway.dialects.openai.chunks import Chunks, finish_reason
 from uma_trio.gateway.dialects.openai.dialect import OPENAI
 from uma_trio.gateway.dialects.openai.extras import Extras, describe, head_of
 from uma_trio.gateway.dialects.openai.prompts import Tokens, Translation
-from uma_trio.gateway.dialects.openai.sampling import Sampling, adapters_of, session_fields
+from uma_trio.gateway.dialects.openai.sampling import SamplingFields, adapters_of, session_fields
 from uma_trio.gateway.dialects.openai.shapes import Completion, PromptTokens, TextChoice, TextLogprobs
 from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import invalid
@@ -27,7 +27,7 @@ MAX_PROMPTS: Final = 128
 """Prompts of one request."""
 
 
-class CompletionRequest(Sampling, kw_only=True):
+class CompletionRequest(SamplingFields, kw_only=True):
     """A request for text that continues one prompt or several."""
 
     prompt: Any

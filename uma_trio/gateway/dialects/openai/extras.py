@@ -15,7 +15,7 @@ from msgspec import UNSET
 
 import uma_trio
 from uma_trio.client import Eos, Event, ModelDescription, PrefillProgress, Reasoning, Token
-from uma_trio.gateway.dialects.openai.sampling import Sampling
+from uma_trio.gateway.dialects.openai.sampling import SamplingFields
 from uma_trio.gateway.dialects.openai.shapes import LlamaAnswer, StopType
 from uma_trio.gateway.endpoint import Call
 from uma_trio.protocol.events import Logprob, Logprobs
@@ -269,7 +269,7 @@ class Description:
 
 async def describe(
     call: Call,
-    request: Sampling,
+    request: SamplingFields,
     sampling: Mapping[str, Any],
     prompts: Sequence[Any],
     *,

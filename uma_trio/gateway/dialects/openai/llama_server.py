@@ -26,14 +26,14 @@ from uma_trio.gateway.dialects.openai.extras import (
     probabilities_of,
 )
 from uma_trio.gateway.dialects.openai.prompts import Translation, is_several
-from uma_trio.gateway.dialects.openai.sampling import Sampling, adapters_of, session_fields
+from uma_trio.gateway.dialects.openai.sampling import SamplingFields, adapters_of, session_fields
 from uma_trio.gateway.dialects.openai.shapes import LlamaAnswer, LoraAdapter, Props, SlotInfo
 from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import HttpError
 from uma_trio.protocol.requests import MAX_INFILL_FILES
 
 
-class LlamaFields(Sampling, kw_only=True):
+class LlamaFields(SamplingFields, kw_only=True):
     """What requests of llama-server's own API share."""
 
     n_probs: int | None = None

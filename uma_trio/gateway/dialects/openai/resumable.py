@@ -21,7 +21,7 @@ _EVENT_ID: Final = re.compile(r"([!-9;-~]{1,256}):(\d{1,10})")
 
 
 @attrs.frozen
-class Place:
+class ReadPosition:
     """Where a client has read to."""
 
     answer_id: str
@@ -29,7 +29,7 @@ class Place:
     """The last event of the daemon that it has; 0 after the chunk with the role."""
 
     @classmethod
-    def of(cls, event_id: str) -> Place:
+    def of(cls, event_id: str) -> ReadPosition:
         """Read an id of a chunk.
 
         Raises:
@@ -42,14 +42,14 @@ class Place:
         return cls(found[1], int(found[2]))
 
 
-def last_place(headers: Mapping[str, str]) -> Place | None:
+def last_position(headers: Mapping[str, str]) -> ReadPosition | None:
     """Where the client has read to, if it goes on.
 
     Raises:
         HttpError: its ``Last-Event-ID`` is none of ours.
     """
     event_id = headers.get("last-event-id")
-    return Place.of(event_id) if event_id else None
+    return ReadPosition.of(event_id) if event_id else None
 
 
 class ResumableChunks(Renderer[Event]):

@@ -36,7 +36,7 @@ class Lora(msgspec.Struct):
 
 
 @with_fields_of("openai")
-class Sampling(Constrained, kw_only=True):
+class SamplingFields(Constrained, kw_only=True):
     """Fields of a request that chat and plain completions share.  Bounds are those of the socket protocol."""
 
     model: str | None = None
@@ -83,7 +83,7 @@ class Sampling(Constrained, kw_only=True):
         return {**given, "fit_max_tokens": True, **fields_of(self, "openai")}
 
 
-async def adapters_of(call: Call, request: Sampling) -> list[dict[str, Any]] | None:
+async def adapters_of(call: Call, request: SamplingFields) -> list[dict[str, Any]] | None:
     """The adapters that ``request`` chooses by their numbers, as in the socket protocol; ``None``: none.
 
     Raises:

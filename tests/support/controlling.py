@@ -82,12 +82,12 @@ class Client:
 
 
 @attrs.frozen
-class Steering:
+class Controlling:
     scheduler: Scheduler
     engine: FakeEngine
     runtime: FakeRuntime
 
-    async def steer(
+    async def control(
         self,
         module: str,
         client: Client,
@@ -138,13 +138,13 @@ class Steering:
 
 
 @contextlib.asynccontextmanager
-async def steering(
+async def controlling(
     modules: Mapping[str, Module],
     engine: FakeEngine | None = None,
     runtime: FakeRuntime | None = None,
     files: MemoryFiles | None = None,
     **values: Any,
-) -> AsyncIterator[Steering]:
+) -> AsyncIterator[Controlling]:
     """A running scheduler.
 
     Args:
@@ -158,5 +158,5 @@ async def steering(
     async with trio.open_nursery() as nursery:
         await nursery.start(runtime.run)
         nursery.start_soon(scheduler.run)
-        yield Steering(scheduler, engine, runtime)
+        yield Controlling(scheduler, engine, runtime)
         nursery.cancel_scope.cancel()
