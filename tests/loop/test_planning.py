@@ -21,10 +21,11 @@ from uma_trio.daemon.serving.embedding import EmbeddingQueue, PendingEmbeddings
 from uma_trio.daemon.serving.offload import Offloader
 from uma_trio.daemon.serving.planning import MAX_DECODES_WITH_DRAFTS, NoStep, StepPlanner
 from uma_trio.daemon.serving.prompt_lookup import PromptLookup
-from uma_trio.daemon.serving.queue import RunningSet, WaitingQueue, cache_for
 from uma_trio.daemon.serving.request import PreparedRequest, admit
+from uma_trio.daemon.serving.running import RunningSet, cache_for
 from uma_trio.daemon.serving.sequence import Sequence, State
 from uma_trio.daemon.serving.step import InFlightStep, PlannedStep, build_step, complete_step
+from uma_trio.daemon.serving.waiting import WaitingQueue
 from uma_trio.engine_link.attention import AttentionScan
 from uma_trio.engine_link.messages import StepInput, StepOutput
 from uma_trio.grammar.compiler import Grammar
@@ -66,7 +67,7 @@ class Planning:
             running=self.running,
             waiting=self.waiting,
             embeddings=self.embeddings,
-            controllers=ControllerDriver(None, None, self.running, None),
+            controllers=ControllerDriver(None, None, self.running, self.waiting, None),
         )
         self.n_steps = 0
 

@@ -16,8 +16,9 @@ from uma_trio.daemon.scheduling.answer_lengths import AnswerLengths
 from uma_trio.daemon.scheduling.fairness import Service
 from uma_trio.daemon.scheduling.forecast import Arrivals, Load, Prediction, Speed, forecast, mean_load
 from uma_trio.daemon.scheduling.timings import StepTimings
-from uma_trio.daemon.serving.queue import RunningSet, WaitingQueue
+from uma_trio.daemon.serving.running import RunningSet
 from uma_trio.daemon.serving.sequence import Sequence, State
+from uma_trio.daemon.serving.waiting import WaitingQueue
 from uma_trio.engine_link.messages import ModelInfo
 from uma_trio.errors import DeadlineMissed, UmaError
 from uma_trio.protocol.events import Forecast

@@ -32,9 +32,10 @@ from uma_trio.daemon.serving.drafting import MAX_STREAMS, DraftModel
 from uma_trio.daemon.serving.embedding import EmbeddingChunk, EmbeddingQueue
 from uma_trio.daemon.serving.offload import Offloader
 from uma_trio.daemon.serving.prompt_lookup import PromptLookup
-from uma_trio.daemon.serving.queue import RunningSet, WaitingQueue
+from uma_trio.daemon.serving.running import RunningSet
 from uma_trio.daemon.serving.sequence import Sequence, State
 from uma_trio.daemon.serving.step import CompletedStep, InFlightStep, PlannedStep
+from uma_trio.daemon.serving.waiting import WaitingQueue
 from uma_trio.engine_link.attention import Attention, AttentionScan
 from uma_trio.engine_link.kv_ops import KvOp
 from uma_trio.engine_link.messages import DraftInput, ModelInfo

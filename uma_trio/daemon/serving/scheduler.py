@@ -35,8 +35,8 @@ from uma_trio.daemon.serving.new_tokens import NewTokens, TokenToBytes
 from uma_trio.daemon.serving.offload import InThread, Offloader
 from uma_trio.daemon.serving.output import send_prompt, send_tokens
 from uma_trio.daemon.serving.planning import NoStep, StepPlanner
-from uma_trio.daemon.serving.queue import RunningSet, WaitingQueue, cache_for
 from uma_trio.daemon.serving.request import PreparedRequest, adapters_of, admit
+from uma_trio.daemon.serving.running import RunningSet, cache_for
 from uma_trio.daemon.serving.sequence import Sequence, State
 from uma_trio.daemon.serving.stats import Stats, adapters_in_use, backlog_of
 from uma_trio.daemon.serving.steering import Steering
@@ -46,6 +46,7 @@ from uma_trio.daemon.serving.step import (
     PlannedStep,
     complete_step,
 )
+from uma_trio.daemon.serving.waiting import WaitingQueue
 from uma_trio.daemon.store.memory_states import MemoryStates
 from uma_trio.engine_link.messages import EngineDied, LoadError, ModelInfo, Revoked, StepFailed, StepOutput
 from uma_trio.engine_link.tokens import TokenIds
@@ -118,7 +119,7 @@ class Scheduler:
         self._waiting = WaitingQueue(self._running, config.limits.max_queue)
         self._embeddings = EmbeddingQueue(self.info, config.limits.max_queue, self._leave)
         self._steps = InFlightSteps(engine)
-        self._controllers = ControllerDriver(runtime, engine, self._running, self)
+        self._controllers = ControllerDriver(runtime, engine, self._running, self._waiting, self)
         self._planner = StepPlanner(
             info=self.info,
             limits=config.scheduling,

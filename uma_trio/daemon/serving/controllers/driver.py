@@ -27,9 +27,10 @@ from uma_trio.daemon.serving.controllers.sequences import ControlledSequences, c
 from uma_trio.daemon.serving.controllers.state import ControlledRequest, Phase
 from uma_trio.daemon.serving.new_tokens import NewTokens
 from uma_trio.daemon.serving.output import send_controller_output, send_rest, send_unsent
-from uma_trio.daemon.serving.queue import RunningSet
+from uma_trio.daemon.serving.running import RunningSet
 from uma_trio.daemon.serving.sequence import Sequence, State
 from uma_trio.daemon.serving.step import InFlightStep
+from uma_trio.daemon.serving.waiting import WaitingQueue
 from uma_trio.engine_link.messages import SubmittedStep
 from uma_trio.errors import ControllerFailed, ControllerUnavailable, UmaError
 from uma_trio.protocol.usage import FinishReason
@@ -76,14 +77,19 @@ class ControllerDriver:
     """
 
     def __init__(
-        self, runtime: ControllerRuntime | None, engine: SupervisedEngine, running: RunningSet, loop: Loop
+        self,
+        runtime: ControllerRuntime | None,
+        engine: SupervisedEngine,
+        running: RunningSet,
+        waiting: WaitingQueue,
+        loop: Loop,
     ) -> None:
         self._runtime = runtime
         self._engine = engine
         self._running = running
         self._loop = loop
         self._controlled = ControlledSequences()
-        self._forking = Forking(self._controlled, running)
+        self._forking = Forking(self._controlled, running, waiting)
         self._freed: list[int] = []
         """Ids that the runtime must forget."""
         self._unused: list[ControlledRequest] = []

@@ -11,8 +11,9 @@ from typing import Final
 
 from uma_trio.daemon.serving.controllers.sequences import ControlledSequences, control_of, is_prefilled, reading
 from uma_trio.daemon.serving.controllers.state import Phase
-from uma_trio.daemon.serving.queue import RunningSet
+from uma_trio.daemon.serving.running import RunningSet
 from uma_trio.daemon.serving.sequence import Sequence
+from uma_trio.daemon.serving.waiting import WaitingQueue
 from uma_trio.errors import ControllerFailed, KvFull, UmaError
 from uma_trio.protocol.controllers import Fork
 
@@ -36,9 +37,10 @@ class ForkRefused(Exception):
 class Forking:
     """Forks the sequences of ``controlled`` that are in phase FORK."""
 
-    def __init__(self, controlled: ControlledSequences, running: RunningSet) -> None:
+    def __init__(self, controlled: ControlledSequences, running: RunningSet, waiting: WaitingQueue) -> None:
         self._controlled = controlled
         self._running = running
+        self._waiting = waiting
         self._found_no_room: tuple[Sequence, int] | None = None
         """The sequence that is next, and changes of the cache when it found no room."""
 
@@ -99,7 +101,7 @@ class Forking:
     def _keep_room(self, sequence: Sequence | None) -> None:
         """All room that becomes free is for the forks of ``sequence``; ``None``: for requests that wait."""
         self._found_no_room = None if sequence is None else (sequence, self._running.cache.changes)
-        self._running.keep_room(sequence)
+        self._waiting.keep_room(sequence)
 
     def _waits(self, sequence: Sequence) -> bool:
         """Whether ``sequence`` has found no room, and nothing has changed in the KV cache."""

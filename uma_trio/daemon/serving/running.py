@@ -1,33 +1,28 @@
-"""Which sequences wait and which run: who gets a place in the KV cache, and what it finds there."""
+"""The sequences that have a place in the KV cache: what they find there, and what the next step can compute of them."""
 
 from __future__ import annotations
 
 import math
 from collections import abc
 from collections.abc import Container, Iterator
-from itertools import chain
-from operator import attrgetter, itemgetter
-from typing import Final
+from operator import attrgetter
 
 import numpy as np
 import trio
 
 from uma_trio.daemon.kv.allocation import Allocation
-from uma_trio.daemon.kv.cache import CacheStatistics, KvCache
+from uma_trio.daemon.kv.cache import KvCache
 from uma_trio.daemon.kv.idle_limit import IdleLimit
 from uma_trio.daemon.kv.offload_index import SavedState
 from uma_trio.daemon.kv.pool import KvMemory
-from uma_trio.daemon.scheduling import fairness, places
-from uma_trio.daemon.scheduling.fairness import Service
+from uma_trio.daemon.scheduling import places
 from uma_trio.daemon.scheduling.timings import StepTimings
-from uma_trio.daemon.scheduling.view import Priority
 from uma_trio.daemon.serving.offload import Offloader
 from uma_trio.daemon.serving.sequence import Sequence, State
 from uma_trio.engine_link.attention import AttentionScan
 from uma_trio.engine_link.messages import ModelInfo
 from uma_trio.engine_link.tokens import TokenIds
-from uma_trio.errors import KvFull, QueueFull
-from uma_trio.protocol.answers import HealthCheck, SequenceInfo
+from uma_trio.protocol.answers import SequenceInfo
 from uma_trio.telemetry.metrics import Telemetry
 
 
@@ -50,12 +45,6 @@ def cache_for(info: ModelInfo, timings: StepTimings, *, reuse: bool) -> KvCache:
     )
 
 
-NO_SERVICE: Final = Service()
-
-PREEMPT_AFTER_S: Final = 0.5
-"""A sequence loses its place to a waiting one if its client has not read for this long."""
-
-
 class RunningSet:
     """The sequences that have a place in the KV cache.
 
@@ -68,8 +57,6 @@ class RunningSet:
         self.offloader = offloader
         self._telemetry = telemetry
         self._sequences: dict[Allocation, Sequence] = {}
-        self._keeps_room_for: Sequence | None = None
-        """The sequence whose forks wait for room."""
         self._leaving: list[Allocation] = []
         """Sequences that lose their places together, after the last copy of one of them."""
         self._n_copying = 0
@@ -91,8 +78,6 @@ class RunningSet:
 
     def allocate(self, sequence: Sequence) -> bool:
         """Reserve all the cells that ``sequence`` can need, if there are as many."""
-        if self._is_behind_forks(sequence) or self._is_left_to_others(sequence):
-            return False
         place = sequence.place
         new = self.cache.allocate(_allocation_of(sequence), place.parked)
         if new is None:
@@ -134,34 +119,6 @@ class RunningSet:
         else:
             sequence.report_prefill(0)
         sequence.go_on()
-
-    def keep_room(self, sequence: Sequence | None) -> None:
-        """Keep all room that becomes free for forks of ``sequence``, before the requests of its principal that wait.
-
-        Other principals go before the forks as long as they have a smaller share of the places.
-
-        Args:
-            sequence: ``None``: no forks wait.
-        """
-        if self._keeps_room_for is not None and sequence is None:
-            self.cache.try_again()
-        self._keeps_room_for = sequence
-
-    def _is_behind_forks(self, sequence: Sequence) -> bool:
-        """Whether room that becomes free is for forks, and not for ``sequence``."""
-        parent = self._keeps_room_for
-        return parent is not None and not places.goes_before(
-            self._claimant(sequence, NO_SERVICE), parent.principal.name, self._places(NO_SERVICE), self.room()
-        )
-
-    def _is_left_to_others(self, sequence: Sequence) -> bool:
-        """Whether the room that ``sequence``, of class ``background``, would take is kept for requests of other classes."""
-        if sequence.priority is not Priority.BACKGROUND:
-            return False
-        claimant = self._claimant(sequence, NO_SERVICE)
-        room = self.room()
-        left = places.room_for(claimant, self._places(NO_SERVICE), room)
-        return left != room and (left.free_sequences < 1 or left.free_cells < claimant.cells)
 
     def allocate_forks(self, sequence: Sequence, n: int) -> list[Allocation] | None:
         """Copy what ``sequence`` has computed for ``n`` forks, if there is room for all of them."""
@@ -287,69 +244,6 @@ class RunningSet:
         sequence.allocation = None
         self.offloader.check_for_work()
 
-    def claim(self, sequence: Sequence, service: Service) -> tuple[list[Sequence], float]:
-        """Choose the sequences that lose their places to ``sequence``, which waits, and when they do.
-
-        That is the sequence whose client has not read for the longest time, or those of class ``background``, or those of
-        principals above their shares.
-
-        Returns:
-            No sequences and infinity if ``sequence`` waits until a place becomes free, which one may soon.
-        """
-        if self._leaving:
-            return [], math.inf
-        stalled = min(
-            [each for each in self if _is_stalled(each)], key=lambda each: each.place.stalled_at, default=None
-        )
-        found = ([stalled], stalled.place.stalled_at + PREEMPT_AFTER_S) if stalled is not None else ([], math.inf)
-        is_background = sequence.priority is Priority.BACKGROUND
-        if all(
-            each.principal.name == sequence.principal.name
-            and (is_background or each.priority is not Priority.BACKGROUND)
-            for each in self
-        ):
-            return found
-        claim = places.claim(self._claimant(sequence, service), self._places(service), self.room())
-        if claim is None or claim.due_s >= found[1]:
-            return found
-        running = [*self]
-        return [running[index] for index in claim.victims], claim.due_s
-
-    def claim_spare(self, service: Service) -> list[Sequence]:
-        """The ``background`` sequence that gives up its place for the next request, if that delays nobody's first token."""
-        others = [each for each in self if each.priority is not Priority.BACKGROUND]
-        if self._leaving or len(self) - len(others) < 2 or any(each.state is State.PREFILL for each in others):
-            return []
-        claim = places.claim_spare(self._places(service), self.room())
-        running = [*self]
-        return [] if claim is None else [running[index] for index in claim.victims]
-
-    def _claimant(self, sequence: Sequence, service: Service) -> places.Claimant:
-        principal = sequence.principal
-        return places.Claimant(
-            principal=principal.name,
-            weight=principal.weight,
-            priority=sequence.priority,
-            cells=sequence.max_cells,
-            service=service.counter(principal.name),
-        )
-
-    def _places(self, service: Service) -> list[places.Place]:
-        """What the sequences hold, in their order."""
-        return [
-            places.Place(
-                principal=each.principal.name,
-                weight=each.principal.weight,
-                priority=each.priority,
-                cells=allocation.own_cells,
-                n_tokens=allocation.n_tokens,
-                service=service.counter(each.principal.name),
-                turn_ends_s=each.place.turn_ends_at(is_suspended=each.control.is_suspended),
-                can_yield=each.can_yield,
-            )
-            for allocation, each in self._sequences.items()
-        ]
-
     def room(self) -> places.Room:
         """What the KV cache has, and what of it is free."""
         kv = self.cache.statistics()
@@ -372,6 +266,11 @@ class RunningSet:
                 self._n_copying += 1
                 self.offloader.park(sequence.allocation, sequence.computed_tokens())
         return self.preempt_copied()
+
+    @property
+    def is_preempting(self) -> bool:
+        """Whether sequences are about to lose their places."""
+        return bool(self._leaving)
 
     @property
     def is_copying(self) -> bool:
@@ -474,213 +373,3 @@ def _allocation_of(sequence: Sequence) -> Allocation:
 
 def _known_tokens(sequence: Sequence) -> TokenIds:
     return np.concatenate([sequence.prompt.tokens, np.asarray(sequence.tokens, np.int32)])
-
-
-def _is_stalled(sequence: Sequence) -> bool:
-    is_plain = sequence.state is State.DECODE and not sequence.control.exists
-    return is_plain and sequence.place.stalled_at < math.inf and not sequence.sink.has_room
-
-
-class WaitingQueue:
-    """Requests that wait for KV cells, in the order of arrival.
-
-    A sequence loses its place to a request that waits if its client does not read, or if its principal has more than its
-    share of the places (``daemon/scheduling/places.py``).  When there is a place again, it goes on from its copy in memory, or is
-    prefilled again from its tokens.
-
-    Args:
-        max_length: more are refused, unless their principal has less than its share of the queue.
-    """
-
-    def __init__(self, running: RunningSet, max_length: int) -> None:
-        self._cache = running.cache
-        self._running = running
-        self._max_length = max_length
-        self._sequences: list[Sequence] = []
-        self._claimant: Sequence | None = None
-        """For which sequences lost their places, or are about to."""
-        self._blocked: tuple[Sequence, int] | None = None
-        """The first in line found no room when the cache was as it is."""
-
-    def __len__(self) -> int:
-        return len(self._sequences)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._sequences)
-
-    @property
-    def may_admit(self) -> bool:
-        """Whether something has changed for the first in line."""
-        return bool(self._sequences) and (self._blocked is None or self._blocked[1] != self._cache.changes)
-
-    def health(self) -> list[HealthCheck]:
-        """Whether another request may wait, if it must, and whether those that wait do so for KV cells."""
-        n_waiting, kv = len(self._candidates), self._cache.statistics()
-        full = n_waiting >= self._max_length and (n_waiting > 0 or kv.sequences >= self._cache.memory.n_sequences)
-        short = (
-            n_waiting > 0 and kv.sequences < self._cache.memory.n_sequences
-        )  # a sequence is free, so cells are what is missing
-        return [
-            HealthCheck(name="queue", ok=not full, reason=f"{n_waiting} of {self._max_length} requests wait"),
-            HealthCheck(name="memory", ok=not short, reason=describe_cells(kv)),
-        ]
-
-    def enter(self, sequences: abc.Sequence[Sequence]) -> None:
-        """Let each of ``sequences`` run, or wait; all of them or none.
-
-        Raises:
-            QueueFull, KvFull: too many wait already.
-        """
-        for n, sequence in enumerate(sequences):
-            if self._sequences or not self._running.allocate(sequence):
-                if not self._may_wait(sequence):
-                    refusal = self._full()
-                    for entered in sequences[:n]:
-                        if entered in self._running:
-                            self._running.release(entered, keep=False)
-                        else:
-                            self._sequences.remove(entered)
-                    raise refusal
-                self._sequences.append(sequence)
-
-    def _may_wait(self, sequence: Sequence) -> bool:
-        """Whether the queue has room for ``sequence``: a principal may have its share of a queue that others have filled."""
-        if len(self._sequences) < self._max_length:
-            return True
-        principal = sequence.principal
-        present = {each.principal.name: each.principal.weight for each in chain(self._running, self._sequences)}
-        present[principal.name] = principal.weight
-        if len(present) == 1:
-            return False
-        own = sum([each.principal.name == principal.name for each in self._sequences])
-        return own < max(1.0, self._max_length * principal.weight / sum(present.values()))
-
-    def remove(self, sequence: Sequence) -> None:
-        """Remove ``sequence``, which no longer waits."""
-        self._sequences.remove(sequence)
-        self._running.unpark(sequence)
-
-    @property
-    def _candidates(self) -> list[Sequence]:
-        """The sequences that could run if there were room."""
-        return [each for each in self._sequences if each.sink.has_room]
-
-    def _claim(self, first: Sequence, service: Service) -> tuple[Sequence, list[Sequence], float]:
-        """The next sequence that takes places, mostly ``first``, which is next in line; those that lose them, and when.
-
-        A ``background`` request that has waited long goes first, and takes places from nobody.  Then those of other
-        classes need not wait for it: places of ``background`` are theirs.
-        """
-        victims, due_at = self._running.claim(first, service)
-        if not victims and first.priority is Priority.BACKGROUND:
-            other = self._first(service, background=False)
-            if other is not None:
-                return other, *self._running.claim(other, service)
-        return first, victims, due_at
-
-    def _first(self, service: Service, *, background: bool = True) -> Sequence | None:
-        """The sequence that gets the next place.
-
-        Args:
-            background: whether it may be of this class.
-        """
-        found = [each for each in self._candidates if background or each.priority is not Priority.BACKGROUND]
-        if not found:  # in most steps
-            return None
-        holders = {each.principal.name for each in self._running}
-        now = trio.current_time()
-        return min(found, key=lambda each: _rank(each, now, service, holds_place=each.principal.name in holders))
-
-    def in_order(self, service: Service) -> list[Sequence]:
-        """All that wait, in the order in which they get places if nothing changes; those whose clients do not read last."""
-        holders = {each.principal.name for each in self._running}
-        now = trio.current_time()
-
-        def rank(each: Sequence, *, holds_place: bool) -> tuple[bool, bool, bool, float, int]:
-            return not each.sink.has_room, *_rank(each, now, service, holds_place=holds_place)
-
-        def first_rank(each: Sequence) -> tuple[bool, bool, bool, float, int]:
-            return rank(each, holds_place=each.principal.name in holders)
-
-        found = []
-        for each in sorted(self._sequences, key=first_rank):
-            found.append((rank(each, holds_place=each.principal.name in holders), each))
-            holders.add(each.principal.name)  # those behind it go after others that hold none
-        return [each for _, each in sorted(found, key=itemgetter(0))]
-
-    def preempts_at(self, service: Service) -> float:
-        """When a running sequence will lose its place, on trio's clock; infinite if none will."""
-        first = self._first(service)
-        if self._claim_spare(service):
-            return -math.inf
-        return math.inf if first is None else self._claim(first, service)[2]
-
-    def admit(self, service: Service, *, may_preempt: bool) -> list[Sequence]:
-        """Admit waiting sequences while there is room.
-
-        Principals that hold no place go first, then the least served one; within a principal, class and arrival decide.
-        Requests of class ``background`` go last.  The first in line blocks the others until it fits, and waiting raises
-        the class: no request is overtaken for ever.  Only places of ``background`` are taken by others before.
-
-        Args:
-            may_preempt: no step is in flight, so sequences can lose their places.
-
-        Returns:
-            The sequences that lost their places.
-        """
-        preempted = self._return_to_queue(self._running.preempt_copied())
-        while (first := self._first(service)) is not None:
-            if self._place(first):
-                continue
-            if first.priority is Priority.BACKGROUND and self._running.room().has_spare:
-                other = self._first(service, background=False)
-                if other is not None and self._place(other):
-                    continue
-            claimant, victims, due_at = self._claim(first, service)
-            if not may_preempt or due_at > trio.current_time():
-                break
-            self._claimant = claimant
-            preempted += self._return_to_queue(self._running.preempt(victims))
-        if may_preempt:
-            preempted += self._return_to_queue(self._running.preempt(self._claim_spare(service)))
-        return preempted
-
-    def _claim_spare(self, service: Service) -> list[Sequence]:
-        """Who loses its place although nobody waits for it yet."""
-        waits = any(each.priority is not Priority.BACKGROUND for each in self._sequences)
-        return [] if waits else self._running.claim_spare(service)
-
-    def _place(self, sequence: Sequence) -> bool:
-        """Admit ``sequence`` if there is room; does not look again while nothing has changed."""
-        if self._blocked != (sequence, self._cache.changes) and self._running.allocate(sequence):
-            self._sequences.remove(sequence)
-            return True
-        self._blocked = (sequence, self._cache.changes)
-        return False
-
-    def _return_to_queue(self, preempted: list[Sequence]) -> list[Sequence]:
-        """Let ``preempted`` wait before all that came after them, once the request that needs their places has these."""
-        if preempted and self._claimant is not None:
-            if self._claimant in self._candidates:
-                self._place(self._claimant)
-            self._claimant = None
-        self._sequences[:0] = preempted
-        return preempted
-
-    def _full(self) -> QueueFull | KvFull:
-        """The error for a request that cannot even wait."""
-        waiting = f"{len(self._sequences)} requests wait already"
-        kv = self._cache.statistics()
-        if kv.sequences < self._cache.memory.n_sequences:  # a sequence is free, so cells are what is missing
-            return KvFull(f"{describe_cells(kv)}; {waiting}")
-        return QueueFull(waiting)
-
-
-def _rank(sequence: Sequence, now: float, service: Service, *, holds_place: bool) -> tuple[bool, bool, float, int]:
-    waited_s = now - sequence.place.queued_at
-    return fairness.rank(sequence.priority, sequence.principal.name, waited_s, service, holds_place=holds_place)
-
-
-def describe_cells(kv: CacheStatistics) -> str:
-    """How full the KV cache is, for people: a cell is reserved long before it holds a token."""
-    return f"running requests reserve {kv.cells_reserved} of {kv.cells} KV cells and use {kv.cells_used}"
