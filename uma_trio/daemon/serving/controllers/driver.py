@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import abc
 from collections.abc import Callable, Mapping, Set
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import trio
 from msgspec import UNSET
@@ -20,20 +20,19 @@ from msgspec import UNSET
 from uma_trio.aici_link.messages import MidOp, PostOp, PreOp, PreResult, SequenceResult
 from uma_trio.daemon.aici.exchange import NO_ANSWER, ControllerRuntime, Exchange, MidResults, PostPreResults
 from uma_trio.daemon.engines.supervisor import SupervisedEngine
-from uma_trio.daemon.serving.controllers.forking import Forking, ForkRefused
+from uma_trio.daemon.serving.controllers.forking import Forking
+from uma_trio.daemon.serving.controllers.loop import Loop
 from uma_trio.daemon.serving.controllers.masked_steps import MaskedSteps
 from uma_trio.daemon.serving.controllers.results import append_inserted, splice
 from uma_trio.daemon.serving.controllers.sequences import ControlledSequences, control_of, is_prefilled, reading
 from uma_trio.daemon.serving.controllers.state import ControlledRequest, Phase
-from uma_trio.daemon.serving.new_tokens import NewTokens
 from uma_trio.daemon.serving.output import send_controller_output, send_rest, send_unsent
 from uma_trio.daemon.serving.running import RunningSet
 from uma_trio.daemon.serving.sequence import Sequence, State
 from uma_trio.daemon.serving.step import InFlightStep
 from uma_trio.daemon.serving.waiting import WaitingQueue
 from uma_trio.engine_link.messages import SubmittedStep
-from uma_trio.errors import ControllerFailed, ControllerUnavailable, UmaError
-from uma_trio.protocol.usage import FinishReason
+from uma_trio.errors import ControllerFailed, ControllerUnavailable
 from uma_trio.telemetry.measures import RecentValues
 
 MAX_WAIT_S: Final = 0.002
@@ -46,25 +45,6 @@ MAX_SUSPENDED_EXCHANGES: Final = 4
 """A request ends after this many exchanges in a row in which all of its sequences were suspended."""
 
 MAX_ERROR_CHARACTERS: Final = 2000
-
-
-class Loop(Protocol):
-    """What the driver has the scheduler do.  All of it happens at once, before the call returns."""
-
-    def deliver(self, new: NewTokens, at: float) -> None:
-        """Send tokens that a sequence got at ``at``, and end it if they do."""
-
-    def finish(self, sequence: Sequence, reason: FinishReason | UmaError) -> None:
-        """End a sequence, unless it has ended.  Calls ``ControllerDriver.ended``."""
-
-    def end_wait(self) -> None:
-        """There is work: end the wait for it."""
-
-    def wake(self) -> None:
-        """The next plan should know of a change: also revokes a run-ahead step that would take long."""
-
-    def revoke_ahead(self) -> None:
-        """Withdraw the run-ahead step, if there is one."""
 
 
 class ControllerDriver:
@@ -85,11 +65,10 @@ class ControllerDriver:
         loop: Loop,
     ) -> None:
         self._runtime = runtime
-        self._engine = engine
         self._running = running
         self._loop = loop
         self._controlled = ControlledSequences()
-        self._forking = Forking(self._controlled, running, waiting)
+        self._forking = Forking(self._controlled, running, waiting, loop)
         self._freed: list[int] = []
         """Ids that the runtime must forget."""
         self._unused: list[ControlledRequest] = []
@@ -301,10 +280,8 @@ class ControllerDriver:
             if self._steps.begun is not None:
                 self._ask_mid_for(self._steps.begun)
                 continue
-            try:
-                asked = self._forking.next_group()
-            except ForkRefused as refusal:
-                self._loop.finish(refusal.sequence, refusal.error)
+            asked = self._forking.next_group()
+            if asked is None:
                 continue
             if not asked:
                 asked = self._ready if any(control_of(each).needs_mask_first for each in self._ready) else []

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import abc
 from typing import Final
 
+from uma_trio.daemon.serving.controllers.loop import Loop
 from uma_trio.daemon.serving.controllers.sequences import ControlledSequences, control_of, is_prefilled, reading
 from uma_trio.daemon.serving.controllers.state import Phase
 from uma_trio.daemon.serving.running import RunningSet
@@ -21,26 +22,14 @@ MAX_ANSWERS: Final = 1024
 """Answers of one request in all, ended ones included: forks that fork again would go on for ever."""
 
 
-class ForkRefused(Exception):
-    """A sequence cannot be forked.
-
-    Attributes:
-        error: ends it.
-    """
-
-    def __init__(self, sequence: Sequence, error: UmaError) -> None:
-        super().__init__(str(error))
-        self.sequence = sequence
-        self.error = error
-
-
 class Forking:
     """Forks the sequences of ``controlled`` that are in phase FORK."""
 
-    def __init__(self, controlled: ControlledSequences, running: RunningSet, waiting: WaitingQueue) -> None:
+    def __init__(self, controlled: ControlledSequences, running: RunningSet, waiting: WaitingQueue, loop: Loop) -> None:
         self._controlled = controlled
         self._running = running
         self._waiting = waiting
+        self._loop = loop
         self._found_no_room: tuple[Sequence, int] | None = None
         """The sequence that is next, and changes of the cache when it found no room."""
 
@@ -49,30 +38,19 @@ class Forking:
         sequence = self._next()
         return sequence is not None and (not self._waits(sequence) or self._is_deadlocked(sequence))
 
-    def next_group(self) -> list[Sequence]:
-        """Fork the sequence that is next.
+    def next_group(self) -> list[Sequence] | None:
+        """Fork the sequence that is next; end it if there will be no room for its forks.
 
         Returns:
-            The sequence and its forks; nothing, if there is no such sequence, or it waits for room.
-
-        Raises:
-            ForkRefused: there will be no room for its forks.
+            The sequence and its forks; nothing if there is no such sequence, or it waits for room; ``None`` if it has ended.
         """
         sequence = self._next()
         if sequence is None:
             self._keep_room(None)  # its client does not read
             return []
         n = control_of(sequence).n_forks - 1
-        if (impossible := self._running.why_no_fork(sequence, n)) is not None:
-            raise ForkRefused(
-                sequence, ControllerFailed(f"the controller forks an answer into {n + 1}, but {impossible}")
-            )
-        if self._controlled.n_answers(sequence) + n > MAX_ANSWERS:
-            raise ForkRefused(
-                sequence,
-                ControllerFailed(f"the controller forks into more than {MAX_ANSWERS} answers, the most of a request"),
-            )
-        if not self._waits(sequence):
+        error: UmaError | None = self._why_never(sequence, n)
+        if error is None and not self._waits(sequence):
             allocations = self._running.allocate_forks(sequence, n)
             if allocations is not None:
                 self._keep_room(None)
@@ -81,11 +59,21 @@ class Forking:
                 _announce(sequence, forks)
                 return [sequence, *forks]
             self._keep_room(sequence)
-        if self._is_deadlocked(sequence):
-            raise ForkRefused(
-                sequence, KvFull(f"no KV cells to fork into {n + 1} answers: every running request waits for cells")
-            )
-        return []
+        if error is None and self._is_deadlocked(sequence):
+            error = KvFull(f"no KV cells to fork into {n + 1} answers: every running request waits for cells")
+        if error is None:
+            return []
+        self._loop.finish(sequence, error)
+        return None
+
+    def _why_never(self, sequence: Sequence, n: int) -> ControllerFailed | None:
+        """Why ``sequence`` can never have ``n`` forks; ``None``: it can."""
+        impossible = self._running.why_no_fork(sequence, n)
+        if impossible is not None:
+            return ControllerFailed(f"the controller forks an answer into {n + 1}, but {impossible}")
+        if self._controlled.n_answers(sequence) + n > MAX_ANSWERS:
+            return ControllerFailed(f"the controller forks into more than {MAX_ANSWERS} answers, the most of a request")
+        return None
 
     def _next(self) -> Sequence | None:
         return next((each for each in self._ready() if is_prefilled(each)), None)
