@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
+from starlette.responses import Response
+
 from uma_trio.gateway.application import ENDPOINTS
+from uma_trio.gateway.endpoint import Call, Dialect, by_path
 from uma_trio.gateway.openapi import document
 
 
@@ -45,3 +49,19 @@ def test_each_answer_to_json_may_have_warnings() -> None:
         if refuses_warnings(content.get("schema", {}), found["components"]["schemas"])
     ]
     assert not wrong
+
+
+def test_a_header_says_which_of_two_dialects_of_a_path_is_meant() -> None:
+    """The first one has the requests without it."""
+
+    async def answer(call: Call) -> Response:
+        raise AssertionError
+
+    plain = Dialect("plain", "Plain", lambda *_: "").get("/v1/models", answer, int)
+    marked = Dialect("marked", "Marked", lambda *_: "", header="x-mark").get("/v1/models", answer, str)
+    [both] = by_path([plain, marked])
+    assert both.chosen_by([]).dialect.name == "plain"
+    assert both.chosen_by(["x-mark"]).dialect.name == "marked"
+    assert both.shapes == (int, str)
+    with pytest.raises(ValueError, match="GET /v1/models has two endpoints"):
+        by_path([marked, plain])

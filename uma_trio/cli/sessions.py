@@ -303,17 +303,17 @@ async def models_with_session(client: Client, session_id: str, besides: str | No
 
     models = await client.models(keep_alive=True)
     names = []
-    for number, each in enumerate(models):
-        is_left_out = number == 0 if besides is None else each.is_called(besides)
-        if is_left_out or each.state != "ready":
+    for number, model in enumerate(models):
+        is_left_out = number == 0 if besides is None else model.is_called(besides)
+        if is_left_out or model.state != "ready":
             continue
         try:
-            await client.sessions("describe", session_id=session_id, model=each.name, keep_alive=True)
+            await client.sessions("describe", session_id=session_id, model=model.name, keep_alive=True)
         except ServerError as error:
             if error.code != "E_SESSION_NOT_FOUND":
                 raise
         else:
-            names.append(each.name)
+            names.append(model.name)
     return names
 
 

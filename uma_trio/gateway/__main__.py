@@ -1,6 +1,7 @@
 """The gateway process: ``python -m uma_trio.gateway FD CONFIG``, started by the daemon and by nobody else.
 
-It imports its libraries, and waits for its turn: the daemon starts the next gateway while this one serves.  Whatever keeps it from starting becomes one sentence for the daemon.
+It imports its libraries, and waits for its turn: the daemon starts the next gateway while this one serves.  Whatever
+keeps it from starting becomes one sentence for the daemon.
 """
 
 from __future__ import annotations

@@ -1,9 +1,15 @@
 """What every HTTP request has to pass before an endpoint sees it: host, origin, key and size.
 
 The guard is an ASGI application around the others.  It reads the whole body, within bounds of size and time, after the
-checks that need no body, and hands it on in one piece; an endpoint for files reads it from ``scope["state"]["body"]``.  ``scope["state"]["tenant"]`` is then the tenant who sent the
-request; ``None`` if the gateway has no tenants, or if the path needs no key.  ``n_tenants`` is ``None`` without a file of
-tenants.
+checks that need no body, and hands it on in one piece.  In ``scope["state"]`` are then:
+
+==================  =================================================================================================
+``body``            from which an endpoint for files reads the body itself
+``tenant``          who sent the request; ``None`` if the gateway has no tenants, or if the path needs no key
+``n_tenants``       how many tenants there are; ``None`` without a file of tenants
+``is_draining``     whether the daemon stops
+``is_large``        whether work on the body takes turns, with ``large_work``
+==================  =================================================================================================
 """
 
 from __future__ import annotations

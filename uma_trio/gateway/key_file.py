@@ -20,9 +20,7 @@ from uma_trio.gateway.tenants import Tenant, Tenants, TenantsError, parse, to_pl
 
 log = logging.getLogger("uma_trio.gateway")
 
-HEADER: Final = (
-    "# Tenants of the HTTP gateway; docs/HTTP.md.  uma-trio keys rewrites this file, without your comments.\n"
-)
+HEADER: Final = "# Tenants of the HTTP gateway.  uma-trio keys --help explains them, and rewrites this file, without your comments.\n"
 
 
 class KeyFileError(ErrorWithRemedy):

@@ -54,9 +54,9 @@ class HeldPrefixes:
         """
         step = self._step
         held = [
-            (each, each.tokens, min(each.n_tokens, len(each.tokens)) // step)
-            for each in self._allocations.values()
-            if not each.private
+            (allocation, allocation.tokens, min(allocation.n_tokens, len(allocation.tokens)) // step)
+            for allocation in self._allocations.values()
+            if not allocation.private
         ]
         seen = [(id(holder), id(tokens), n) for holder, tokens, n in held if n]
         if seen == self._seen and self._n_changes == self._index.changes:
@@ -67,8 +67,8 @@ class HeldPrefixes:
         # the list keeps all holders and tokens, so that no new one has the id of an old one
         self._seen = seen
         self._current = [
-            HeldPrefix(each, each.principal, each.adapters.key, tokens, n * step, is_saved=False)
-            for each, tokens, n in held
+            HeldPrefix(holder, holder.principal, holder.adapters.key, tokens, n * step, is_saved=False)
+            for holder, tokens, n in held
             if n
         ]
         self._current += self._saved

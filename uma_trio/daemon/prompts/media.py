@@ -137,16 +137,16 @@ def split_at_media(tokens: TokenIds, media: Sequence[EncodedMedia]) -> tuple[lis
     texts: list[TokenIds] = []
     starts: list[int] = []
     at, places = 0, np.flatnonzero(tokens >= PLACEHOLDER)
-    for each in media:
+    for file in media:
         left = places[np.searchsorted(places, at) :]
         if not len(left):
             break
-        start = int(left[0]) - int(np.argmax(each.tokens >= PLACEHOLDER))
-        if start < at or not np.array_equal(tokens[start : start + len(each.tokens)], each.tokens):
+        start = int(left[0]) - int(np.argmax(file.tokens >= PLACEHOLDER))
+        if start < at or not np.array_equal(tokens[start : start + len(file.tokens)], file.tokens):
             return None
         texts.append(tokens[at:start])
         starts.append(start)
-        at = start + len(each.tokens)
+        at = start + len(file.tokens)
     rest = tokens[at:]
     return None if (rest >= PLACEHOLDER).any() else ([*texts, rest], starts)
 

@@ -86,9 +86,9 @@ def load_of(snapshots: Iterable[Snapshot], models: Iterable[ModelDescription]) -
         snapshots: their metrics, of which those that are not loaded have few.
         models: their descriptions.
     """
-    each = list(snapshots)
+    known = list(snapshots)
     running, waiting, backlog, reserved, cells, prompt, cached = (
-        sum(find(snapshot, name) or 0 for snapshot in each)
+        sum(find(snapshot, name) or 0 for snapshot in known)
         for name in (
             *("running", "queue_depth", "prefill_backlog_tokens"),
             *("kv.cells_reserved", "kv.cells", "prompt_tokens_total", "cached_tokens_total"),
@@ -104,7 +104,7 @@ def load_of(snapshots: Iterable[Snapshot], models: Iterable[ModelDescription]) -
         num_used_tokens=reserved,
         max_total_num_tokens=cells,
         token_usage=reserved / cells if cells else 0.0,
-        gen_throughput=sum(_tokens_per_s(snapshot) for snapshot in each),
+        gen_throughput=sum(_tokens_per_s(snapshot) for snapshot in known),
         cache_hit_rate=cached / (prompt + cached) if prompt + cached else 0.0,
         utilization=running / parallel if parallel else 0.0,
         max_running_requests=parallel,
