@@ -42,7 +42,7 @@ from uma_trio.engine_link.messages import (
     FromEngine,
     LoadError,
     LoadFailed,
-    Loading,
+    LoadProgress,
     MasksReady,
     Opening,
     Ready,
@@ -394,7 +394,7 @@ class Worker:
                 return
 
     def _report_progress(self, share: float) -> bool:
-        self._send(Loading(share))
+        self._send(LoadProgress(share))
         self._read(wait=False)
         return not self._closed
 

@@ -1,6 +1,6 @@
 """What the daemon and an engine say to each other: plain data, as MessagePack over a socket pair.
 
-The daemon sends a ``Start``, then ``Step`` and ``Revoke``.  The engine answers with ``Loading`` and ``Ready`` (or
+The daemon sends a ``Start``, then ``Step`` and ``Revoke``.  The engine answers with ``LoadProgress`` and ``Ready`` (or
 ``LoadFailed``), then with one ``StepOutput``, ``StepFailed`` or ``Revoked`` for each step, in the order of the steps.
 No message holds a function, a pointer or a view, so the engine can live in a process of its own.
 
@@ -438,7 +438,7 @@ DOES_NOT_OPEN: Final = "check the driver of its device, or remove the file, or t
 """What to do about a library that hangs."""
 
 
-class Loading(msgspec.Struct, array_like=True, tag="loading"):
+class LoadProgress(msgspec.Struct, array_like=True, tag="loading"):
     """Share of the weights that is loaded, in [0, 1]."""
 
     progress: float
@@ -564,7 +564,7 @@ FromDaemon: TypeAlias = (
 )
 StepAnswer: TypeAlias = StepOutput | StepFailed | Revoked
 """What comes after ``Ready``: one for each step, in order."""
-FromEngine: TypeAlias = Opening | Loading | Ready | LoadFailed | StepAnswer
+FromEngine: TypeAlias = Opening | LoadProgress | Ready | LoadFailed | StepAnswer
 
 
 class StepCallbacks(Protocol):

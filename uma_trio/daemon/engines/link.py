@@ -37,7 +37,7 @@ from uma_trio.engine_link.messages import (
     FromEngine,
     LoadError,
     LoadFailed,
-    Loading,
+    LoadProgress,
     MasksReady,
     ModelInfo,
     Opening,
@@ -193,7 +193,7 @@ class EngineLink:
                     match message:
                         case Opening():
                             opening = message.path
-                        case Loading():
+                        case LoadProgress():
                             opening = None
                             on_progress(message.progress)
                         case LoadFailed():
