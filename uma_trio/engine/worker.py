@@ -377,6 +377,7 @@ class Worker:
             self._read(wait=True)
             if self._closed:
                 return
+        logging.getLogger("llama_abi").setLevel(self._start.library_log_level)
         try:
             self.engine = engine = self._open_engine(self._start, self._report_progress)
         except LoadError as error:

@@ -9,6 +9,7 @@ A message is framed by its length (``<I``).  File descriptors travel with the me
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -221,6 +222,8 @@ class Start(msgspec.Struct, array_like=True, tag="start", frozen=True):
     """Target for the inter-token latency of a stream; the layout of the KV cache depends on it."""
     projector: Path | None = None
     """The file that pictures are encoded with, in another process; its memory must be free too."""
+    library_log_level: int = logging.DEBUG
+    """The daemon logs only what libllama says at this level and above.  A load has hundreds of lines below the usual one."""
 
 
 class SampleRequest(msgspec.Struct, array_like=True, gc=False):

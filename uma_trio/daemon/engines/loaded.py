@@ -210,6 +210,7 @@ async def _checked(config: Config, path: Path) -> Start:
         purpose=summary.purpose,
         target_itl_ms=config.scheduling.target_itl_ms,
         projector=projector,
+        library_log_level=logging.getLogger("llama_abi").getEffectiveLevel(),
     )
 
 
