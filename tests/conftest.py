@@ -14,7 +14,8 @@
 - HTTP clients trust one authority: to read the usual hundreds takes longer than a request.
 - numpy starts no threads: they would spin, in each of the many processes that import it.
 - Controllers may take ten seconds.  The usual limits are short for a machine that is busy with tests.
-- Tests run in a process for each core (pytest-xdist).  The tests of a module run in one process, in order, so that they share
+- Tests run in one process more than there are cores (pytest-xdist), because they wait for a quarter of their time: for a
+  timeout, the end of a process, or the disk.  The tests of a module run in one process, in order, so that they share
   its fixtures.  Modules run in the order of their paths, so the last ones, of ``tests/store``, are short, and no
   process waits long for the others.
 - With a library for GPUs the tests use the first GPU, and those with the marker ``cpu`` are skipped (``tests/support/gpu.py``).
@@ -73,9 +74,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int | None:
+def pytest_xdist_auto_num_workers() -> int:
     """How many processes ``-n auto`` starts: with a GPU few, because each has engines that take of its memory."""
-    return min(GPU_WORKERS, os.cpu_count() or 1) if gpu.gpu() else None
+    if gpu.gpu():
+        return min(GPU_WORKERS, os.cpu_count() or 1)
+    return (psutil.cpu_count(logical=False) or os.cpu_count() or 1) + 1
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -76,10 +76,18 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def say(gateway: Gateway, session: str, text: str, **fields: Any) -> dict[str, Any]:
-    """One turn of a session that the daemon remembers."""
+    """One turn of a session that the daemon remembers.
+
+    On a busy machine a peer may be silent for too long; then it is repeated, as clients do.
+    """
     body = {"session_id": session, "messages": [{"role": "user", "content": text}], "max_tokens": 24, "stream": False}
+    until = time.monotonic() + WAIT_S
     with gateway.http() as client:
-        answer = client.post("/v1/generate", json={**body, "temperature": 0, **fields})
+        while True:
+            answer = client.post("/v1/generate", json={**body, "temperature": 0, **fields})
+            if answer.status_code != 503 or time.monotonic() > until:
+                break
+            time.sleep(int(answer.headers["retry-after"]))
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import trio
 
-from tests.support.asking import Client, Harness, asking
+from tests.support.asking import Client, asking
 from tests.support.controlling import Client as ControlledClient
 from tests.support.controlling import controlling
 from tests.support.fake_engine import FakeEngine, expected_continuation
@@ -25,24 +25,15 @@ def right(client: Client) -> bool:
     return client.tokens == expected_continuation(client.prompt, len(client.tokens))
 
 
-async def first_token(harness: Harness, client: Client) -> float:
-    """Seconds until the client has a token."""
-    began = trio.current_time()
-    with trio.fail_after(100):
-        while not client.tokens:
-            await trio.sleep(0.001)
-    return trio.current_time() - began
-
-
 @pytest.mark.parametrize("options", LAYOUTS, ids=str)
 @pytest.mark.parametrize("waiting", sampled([0, 12], 2))
 async def test_one_that_holds_nothing_gets_a_place_at_once(autojump_clock, options, waiting) -> None:
     async with asking(FakeEngine(n_seq_max=4, **options)) as harness:
-        alone = await first_token(harness, harness.ask([5], 3, principal="b"))
+        alone = await harness.ask([5], 3, principal="b").reached()
         greedy = [harness.ask([n % 7], 150, principal="a") for n in range(4 + waiting)]
         await trio.sleep(0.5)
         client = harness.ask([9], 3, principal="b")
-        assert await first_token(harness, client) < 2 * alone + 1
+        assert await client.reached() < 2 * alone + 1
         await harness.ended(client)
         assert client.tokens == expected_continuation([9], 3)
         assert harness.scheduler.telemetry.preemptions_total == 1
@@ -75,7 +66,7 @@ async def test_more_principals_than_places_take_turns(autojump_clock) -> None:
     async with asking(FakeEngine(n_seq_max=2, n_ctx=100_000)) as harness:
         clients = [harness.ask([n], 800, principal=f"tenant {n}") for n in range(5)]
         for client in clients:
-            assert await first_token(harness, client) < 3
+            assert await client.reached() < 3
         await harness.ended(*clients)
         assert all(right(each) for each in clients)
         assert harness.scheduler.telemetry.preemptions_total > 5
@@ -99,7 +90,7 @@ async def test_a_class_does_not_keep_others_out(autojump_clock) -> None:
             harness.ask([n % 7], 400, principal="a", slo=Slo(priority="interactive"))
         await trio.sleep(0.5)
         client = harness.ask([9], 3, principal="b")
-        assert await first_token(harness, client) < 1
+        assert await client.reached() < 1
         harness.scheduler.stop()
 
 
@@ -113,7 +104,7 @@ async def test_background_gives_way_within_a_tick_also_when_it_has_waited_long(
     """The first request of class ``background`` in line has waited so long that it goes before others, and still they take
     the places of those that run."""
     async with asking(FakeEngine(n_seq_max=4, n_ctx=100_000)) as harness:
-        alone = await first_token(harness, harness.ask([5], 3, principal=principal))
+        alone = await harness.ask([5], 3, principal=principal).reached()
         rows = [harness.ask([n], 1000, principal="a", slo=BACKGROUND) for n in range(6)]
         monkeypatch.setattr(fairness, "AGING_INTERVAL_S", 0.1)
         for waited_s in (0.05, 1):
@@ -121,7 +112,7 @@ async def test_background_gives_way_within_a_tick_also_when_it_has_waited_long(
             assert max(len(row.tokens) for row in rows) < 1000
             clients = [harness.ask([9 + n], 3, principal=principal) for n in range(4)]
             for client in clients:
-                assert await first_token(harness, client) < 3 * alone + 0.2
+                assert await client.reached() < 3 * alone + 0.2
             await harness.ended(*clients)
         await harness.ended(*rows)
         assert all(row.reason == "length" and right(row) for row in rows)
@@ -132,14 +123,14 @@ async def test_background_that_computes_is_interrupted_by_others(autojump_clock)
     """A step of rows takes 100 ms, and the first token of a request as long as alone: it waits for no step."""
     engine = FakeEngine(n_seq_max=8, n_ctx=100_000, cost_ms=lambda prompt, decodes: 1 + 2 * prompt + 20 * decodes)
     async with asking(engine) as harness:
-        alone = await first_token(harness, harness.ask([5], 3))
+        alone = await harness.ask([5], 3).reached()
         rows = [harness.ask([n, *range(60)], 200, principal="a", slo=BACKGROUND) for n in range(4)]
         waits = []
         for n in range(12):
             await trio.sleep(0.7 + 0.013 * n)
             assert max(len(row.tokens) for row in rows) < 200
             visitor = harness.ask([9, n], 3)
-            waits.append(await first_token(harness, visitor))
+            waits.append(await visitor.reached())
             await harness.ended(visitor)
             assert right(visitor)
         assert max(waits) < alone + 0.005
@@ -211,7 +202,7 @@ async def test_sessions_that_lose_their_places_are_saved_as_ever(autojump_clock)
         held = [harness.ask([n] * 300, 300, principal="a", session_id="s") for n in range(2)]
         await trio.sleep(0.6)
         client = harness.ask([9], 3, principal="b")
-        assert await first_token(harness, client) < 2
+        assert await client.reached() < 2
         await harness.ended(*held)
         assert all(right(each) for each in held)
         await harness.clean()

@@ -9,9 +9,8 @@ import random
 from typing import Any
 
 import pytest
-import trio
 
-from tests.support.asking import Client, asking
+from tests.support.asking import asking
 from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.profile import amount, sampled
 from tests.support.serving import serving
@@ -128,20 +127,13 @@ async def test_draft_tokens_never_overrun_the_budget(autojump_clock, options, pa
 async def test_a_failure_of_the_engine_changes_no_text(autojump_clock, n, failure):
     async with asking() as harness:
         client, other = harness.ask(PROMPT, N, limit=limit()), harness.ask([7], N)
-        await reached(client, n)
+        await client.reached(n)
         harness.engine.fail_next = failure
         await harness.ended(client, other)
         assert client.tokens == budgeted()
         assert other.tokens == expected_continuation([7], N)
         assert harness.engine.resets >= 1
         await harness.clean()
-
-
-async def reached(client: Client, n: int) -> None:
-    """Wait until ``client`` has ``n`` tokens."""
-    with trio.fail_after(100):
-        while len(client.tokens) < n:
-            await trio.sleep(0.0005)
 
 
 @pytest.mark.parametrize("options", [{}, {"unified": False}, {"can_truncate": False}], ids=str)

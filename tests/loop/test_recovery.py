@@ -6,6 +6,7 @@ import itertools
 import math
 
 import pytest
+import structlog
 import trio
 
 from tests.support.asking import Log, asking
@@ -168,6 +169,21 @@ async def test_a_step_that_ran_ahead_of_a_failed_step_is_ignored(autojump_clock,
         assert all(client.tokens == expected_continuation(client.prompt, 40) for client in clients)
         assert harness.engine.resets == 1
         await harness.clean()
+
+
+async def test_the_log_says_after_how_long_the_engine_runs_again(autojump_clock):
+    with structlog.testing.capture_logs() as logged:
+        async with asking() as harness:
+            client = harness.ask([1], 40)
+            await trio.sleep(0.1)
+            harness.engine.fail_restarts = 1
+            kill(harness)
+            began = trio.current_time()
+            await harness.ended(client)
+            took_s = trio.current_time() - began
+    [line] = [each for each in logged if each["event"] == "the engine runs again"]
+    assert (line["log_level"], line["restarts"]) == ("info", 2)
+    assert 1.0 <= line["after_s"] <= took_s, "two starts of half a second, and the wait between them"
 
 
 async def test_many_crashes_lose_nothing(autojump_clock):

@@ -34,9 +34,21 @@ class Client:
     events: list[Any] = attrs.field(factory=list)
     has_room: bool = True
     sequence: Answer = attrs.field(init=False)
+    _came: trio.Event = attrs.field(factory=trio.Event, init=False)
+    """Set by the next event."""
 
     def send(self, event: Any) -> None:
         self.events.append(event)
+        self._came.set()
+
+    async def reached(self, n_tokens: int = 1) -> float:
+        """Wait until it has so many tokens; returns the seconds."""
+        began = trio.current_time()
+        with trio.fail_after(100):
+            while len(self.tokens) < n_tokens:
+                self._came = trio.Event()
+                await self._came.wait()
+        return trio.current_time() - began
 
     @property
     def tokens(self) -> list[int]:

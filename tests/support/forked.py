@@ -40,13 +40,21 @@ from typing import Any, Final, NoReturn
 import setproctitle
 
 from tests.support.run import locked, run_folder
+from uma_trio.daemon.prompts.chat import WORKER
 
 ROOT: Final = Path(__file__).parents[2]
 UMA_TRIO: Final = (sys.executable, "-m", "uma_trio")
-FORKED: Final = {"uma_trio": "run", "uma_trio.engine": "main", "uma_trio.gateway": "main"}
-"""Modules that may start in a fork, and the functions that are their ``__main__``."""
+TEMPLATE_WORKER: Final = "uma_trio.daemon.prompts.template_worker"
+"""Starts by its path."""
+FORKED: Final = {
+    "uma_trio": "run",
+    **dict.fromkeys((f"uma_trio.{name}" for name in ("engine", "gateway", "grammar")), "main"),
+    TEMPLATE_WORKER: "main",
+}
+"""What may start in a fork, and the functions that are their ``__main__``."""
 PRELOADED: Final = (
-    *(f"uma_trio.{name}.__main__" for name in ("engine", "gateway")),
+    *(f"uma_trio.{name}.__main__" for name in ("engine", "gateway", "grammar")),
+    TEMPLATE_WORKER,
     *(f"uma_trio.aici.runtime.{name}" for name in ("command", "server")),
     *(f"uma_trio.cli.{name}" for name in ("aicirt", "ask", "chat", "chat_loop", "controllers", "keys", "metrics")),
     "uma_trio.cli.metrics_view",
@@ -88,7 +96,7 @@ def can_fork(environment: Mapping[str, str], options: Iterable[str] = ()) -> boo
 
 
 class Forked(subprocess.Popen[Any]):
-    """``subprocess.Popen``, which forks if the command is ``python -m`` with one of ``FORKED``.
+    """``subprocess.Popen``, which forks if the command runs one of ``FORKED``.
 
     With ``start_new_session`` a terminal that is its stdin becomes that of its session.
     """
@@ -286,7 +294,7 @@ def _become(
     os.environ.update(environment)
     os.chdir(folder)
     name, arguments = _module_of(command)
-    module = importlib.import_module(f"{name}.__main__")
+    module = importlib.import_module(name if name == TEMPLATE_WORKER else f"{name}.__main__")
     sys.argv = [str(module.__file__), *arguments]
     if arguments[:1] == ["serve"]:
         return _server.fork_server() or _daemon
@@ -299,10 +307,12 @@ def _become(
 
 
 def _module_of(command: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """The module that ``python -m`` runs, and its arguments; an empty name if it runs something else."""
+    """The module that Python runs, and its arguments; an empty name if it runs something else."""
     rest = [*command[1:]]
     if rest[:1] == ["-P"]:
         del rest[0]
+    if rest == [str(WORKER)]:
+        return TEMPLATE_WORKER, []
     return (rest[1], rest[2:]) if rest[:1] == ["-m"] else ("", [])
 
 
