@@ -45,6 +45,7 @@ def test_clients_of_anthropic_get_models_in_their_shape(gateway: Gateway) -> Non
     with gateway.http(headers={"anthropic-version": "2023-06-01"}) as plain:
         assert plain.get("/v1/models").json().keys() == {"data", "has_more", "first_id", "last_id"}
         assert plain.get("/v1/nothing").json()["type"] == "error"
+        assert isinstance(plain.get("/api/nothing").json()["error"], str), "the paths of Ollama's API are its own"
 
 
 def test_all_methods_of_a_path_are_named(gateway: Gateway) -> None:

@@ -84,6 +84,7 @@ def test_a_session_goes_on_and_is_closed(gateway: Gateway) -> None:
     [
         ("/v1/generate", {}),
         ("/v1/generate", {"prompt": 3}),
+        ("/v1/generate", {"messages": 3}),
         ("/v1/generate", {"prompt": "x", "stream": 3}),
         ("/v1/generate", {"prompt": "x", "n": 99}),
         ("/v1/generate", {"prompt": "x", "n": 0}),

@@ -7,6 +7,7 @@ import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from itertools import chain
 from typing import Final
 
 import anyio
@@ -240,4 +241,6 @@ def _dialect_of(scope: Scope) -> Dialect:
     for endpoint in ENDPOINTS:
         if endpoint.path == path:
             return endpoint.chosen_by(headers).dialect
-    return next((each for each in DIALECTS if each.is_meant_by(path, headers)), DIALECTS[0])
+    of_path = (each for each in DIALECTS if each.prefix is not None and path.startswith(each.prefix))
+    of_client = (each for each in DIALECTS if each.header is not None and each.header in headers)
+    return next(chain(of_path, of_client), DIALECTS[0])

@@ -99,11 +99,6 @@ class Dialect:
     instead: Mapping[str, str] = attrs.field(factory=dict)
     """What to use in place of paths of this API that do not exist here, by how they begin."""
 
-    def is_meant_by(self, path: str, headers: Container[str]) -> bool:
-        """Whether a request is one of this API, by how its path begins or by its headers."""
-        has_prefix = self.prefix is not None and path.startswith(self.prefix)
-        return has_prefix or (self.header is not None and self.header in headers)
-
     def get(self, path: str, answer: Answer, *shapes: Any, **more: Any) -> Endpoint:
         """An endpoint of this API.
 
