@@ -676,7 +676,7 @@ class Scheduler:
         # a session goes on from what its client has seen, also of an answer that was cancelled
         keep = sequence.keep_computed and (not was_cancelled or (sequence.durable and bool(sequence.tokens)))
         computing = [step for step in self._steps if step.row_of(sequence) is not None]
-        if keep and computing and computing == [self._steps.begun] and not computing[0].revoked:
+        if keep and computing == [self._steps.begun] and not computing[0].revoked:
             assert sequence.allocation is not None
             self.cache.advance(sequence.allocation, computing[0].rows[sequence].end)
             computing = []
