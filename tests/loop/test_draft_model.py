@@ -14,7 +14,7 @@ from tests.support.profile import amount
 from tests.support.serving import serving
 from uma_trio.client import Token
 from uma_trio.daemon.serving.drafting import MAX_MISSING
-from uma_trio.daemon.serving.planning import MAX_DRAFTS
+from uma_trio.daemon.serving.speculation import MAX_DRAFTS
 from uma_trio.engine_link.messages import EngineDied, EngineError
 from uma_trio.engine_link.sampling import SamplingParams
 

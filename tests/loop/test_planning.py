@@ -19,11 +19,12 @@ from uma_trio.daemon.scheduling.timings import StepTimings
 from uma_trio.daemon.serving.controllers.driver import ControllerDriver
 from uma_trio.daemon.serving.embedding import EmbeddingQueue, PendingEmbeddings
 from uma_trio.daemon.serving.offload import Offloader
-from uma_trio.daemon.serving.planning import MAX_DECODES_WITH_DRAFTS, NoStep, StepPlanner
+from uma_trio.daemon.serving.planning import NoStep, StepPlanner
 from uma_trio.daemon.serving.prompt_lookup import PromptLookup
 from uma_trio.daemon.serving.request import PreparedRequest, admit
 from uma_trio.daemon.serving.running import RunningSet, cache_for
 from uma_trio.daemon.serving.sequence import Sequence, State
+from uma_trio.daemon.serving.speculation import MAX_DECODES_WITH_DRAFTS
 from uma_trio.daemon.serving.step import InFlightStep, PlannedStep, build_step, complete_step
 from uma_trio.daemon.serving.waiting import WaitingQueue
 from uma_trio.engine_link.attention import AttentionScan

@@ -14,7 +14,7 @@ import trio
 from tests.support.asking import Client, Harness, asking
 from tests.support.fake_engine import EOG, FakeEngine, expected_continuation
 from tests.support.profile import amount, sampled
-from uma_trio.daemon.serving.planning import MAX_DECODES_WITH_DRAFTS, MAX_DRAFTS
+from uma_trio.daemon.serving.speculation import MAX_DECODES_WITH_DRAFTS, MAX_DRAFTS
 from uma_trio.engine_link.messages import EngineDied, EngineError
 from uma_trio.engine_link.sampling import SamplingParams
 

@@ -14,7 +14,6 @@ from itertools import chain
 from typing import Final
 
 import attrs
-import msgspec
 import trio
 
 from uma_trio.config import Scheduling
@@ -24,34 +23,21 @@ from uma_trio.daemon.scheduling.cost import MAX_MARGIN
 from uma_trio.daemon.scheduling.fairness import Service
 from uma_trio.daemon.scheduling.gaps import NO_FILLERS
 from uma_trio.daemon.scheduling.policy import Plan, plan, repeated
-from uma_trio.daemon.scheduling.tick import NO_DRAFT_MODEL, PolicyState, Tick
+from uma_trio.daemon.scheduling.tick import PolicyState, Tick
 from uma_trio.daemon.scheduling.timings import StepTimings
 from uma_trio.daemon.scheduling.view import Priority, SequenceView, foreground
 from uma_trio.daemon.serving.controllers.driver import ControllerDriver
-from uma_trio.daemon.serving.drafting import MAX_STREAMS, DraftModel
 from uma_trio.daemon.serving.embedding import EmbeddingChunk, EmbeddingQueue
 from uma_trio.daemon.serving.offload import Offloader
-from uma_trio.daemon.serving.prompt_lookup import PromptLookup
 from uma_trio.daemon.serving.running import RunningSet
 from uma_trio.daemon.serving.sequence import Sequence, State
+from uma_trio.daemon.serving.speculation import Speculator, often_forced
 from uma_trio.daemon.serving.step import CompletedStep, InFlightStep, PlannedStep
 from uma_trio.daemon.serving.waiting import WaitingQueue
 from uma_trio.engine_link.attention import Attention, AttentionScan
 from uma_trio.engine_link.kv_ops import KvOp
-from uma_trio.engine_link.messages import DraftInput, ModelInfo
+from uma_trio.engine_link.messages import ModelInfo
 from uma_trio.principal import Principal
-
-MAX_DRAFTS: Final = 32
-"""Draft tokens of one sequence in one step."""
-
-MAX_DECODES_WITH_DRAFTS: Final = MAX_STREAMS
-"""Sequences.  A wider batch has little to gain from drafts, and looking for them would take time between two steps."""
-
-INITIAL_ACCEPTANCE_RATE: Final = 0.5
-"""Acceptance rate of draft tokens that is assumed at first."""
-
-INITIAL_ACCEPTANCE_RATE_IF_REQUESTED: Final = 0.95
-"""The same where the request asks for speculation."""
 
 MASK_TIMEOUT_MS: Final = 10.0
 """A sequence whose mask is not ready this long after the logits is left out, and computed again in a later step."""
@@ -102,9 +88,9 @@ class StepPlanner:
         self._waiting = waiting
         self._embeddings = embeddings
         self._controllers = controllers
-        self._drafts = None if info.draft_model is None else DraftModel(info)
         self.bisection: CrashBisection[Sequence] = CrashBisection()
         """Which sequences may run after the engine has crashed."""
+        self.speculator = Speculator(info, limits, timings, self.bisection)
         self._policy = PolicyState()
         self._had_chunk = False
         """The last step that was planned had texts to embed."""
@@ -128,33 +114,10 @@ class StepPlanner:
         """The last request of ``principal`` has ended."""
         self._policy = self._policy.without(principal.name)
 
-    def begin_speculation(self, sequence: Sequence) -> None:
-        """Look for draft tokens from the first token on, where wrong ones can be removed and the request wants it."""
-        if self._speculates(sequence):
-            known = [*sequence.prompt.tokens.tolist(), *sequence.tokens]
-            wanted = sequence.request.speculate
-            rate = INITIAL_ACCEPTANCE_RATE_IF_REQUESTED if wanted else INITIAL_ACCEPTANCE_RATE
-            sequence.speculation.lookup = PromptLookup(known, acceptance_rate=rate)
-
-    def begin_drafts(self, sequence: Sequence) -> None:
-        """Let the draft model propose tokens from the first one on, under the same conditions."""
-        if self._drafts is not None and self._speculates(sequence):
-            self._drafts.begin(sequence)
-
-    def _speculates(self, sequence: Sequence) -> bool:
-        wanted = sequence.request.speculate
-        if sequence.prompt.media:
-            return False  # neither prompt lookup nor a draft model knows what a picture shows
-        if sequence.control.exists:
-            return False  # a controller may refuse each token, so it is asked one at a time
-        can_draft = self._info.can_truncate and not sequence.sampling.params.is_adaptive
-        return can_draft and (self._limits.speculation if wanted is None else wanted)
-
     def ended(self, sequence: Sequence) -> None:
         """``sequence`` has ended."""
         self.bisection.discard(sequence)
-        if self._drafts is not None:
-            self._drafts.ended(sequence)
+        self.speculator.ended(sequence)
 
     # -- the next step --------------------------------------------------------------------------
 
@@ -177,11 +140,11 @@ class StepPlanner:
         if embedding is not None:
             starts_at += embedding.predicted_ms / 1e3
         sequences: Mapping[int, Sequence] = self._running.by_seq_id()
-        look_ahead = not prefills and _often_forced([sequences[view.seq_id] for view in decodes])
+        look_ahead = not prefills and often_forced([sequences[view.seq_id] for view in decodes])
         chosen, sequences = self._settle(self._plan(decodes, prefills, starts_at), sequences)
-        draft_inputs = self._draft_inputs(chosen, sequences)
-        if self._drafts is not None and not draft_inputs:
-            draft_inputs, draft_ms = self._catch_up(chosen, sequences)
+        draft_inputs = self.speculator.inputs(chosen, sequences)
+        if self.speculator.has_model and not draft_inputs:
+            draft_inputs, draft_ms = self.speculator.catch_up(chosen, sequences)
             chosen = attrs.evolve(chosen, predicted_ms=chosen.predicted_ms + draft_ms)
         ops: abc.Sequence[KvOp] = self._cache.take_ops()
         if transfer is not None:
@@ -225,21 +188,19 @@ class StepPlanner:
                 return NoStep.OUTLIER
         else:
             streams = [sequences[view.seq_id] for view in decodes]
-            if (
-                _often_forced(streams)
-                or any(stream.speculation.forced for stream in streams)
-                or self._catching_up(streams)
-            ):
+            if self.speculator.depends_on_tokens(streams):
                 return NoStep.DRAFTS
-            if len(streams) <= MAX_DECODES_WITH_DRAFTS:
-                decodes = [self._with_drafts(view, sequences[view.seq_id], step) for view in decodes]
+            if self.speculator.looks_at(streams):
+                decodes = [self.speculator.with_drafts(view, sequences[view.seq_id], step) for view in decodes]
         chosen = self._plan(decodes, prefills, step.completed_at)
-        if any(n and not view.drafts_by_model for view, n in zip(chosen.decodes, chosen.drafts, strict=False)):
+        if chosen.drafts and any(
+            n and not view.drafts_by_model for view, n in zip(chosen.decodes, chosen.drafts, strict=True)
+        ):
             return NoStep.DRAFTS
         if not chosen.decodes and not chosen.chunks:
             return NoStep.NOTHING_READY
         chosen, sequences = self._settle(chosen, sequences, step)
-        draft_inputs = self._draft_inputs(chosen, sequences) if chosen.drafts else ()
+        draft_inputs = self.speculator.inputs(chosen, sequences) if chosen.drafts else ()
         gives_way = not draft_inputs and self._gives_way(chosen, sequences)
         ops = self._cache.take_ops(in_flight=True)
         if not (ops or prefills or gives_way):
@@ -258,8 +219,7 @@ class StepPlanner:
     def completed(self, completed: CompletedStep) -> None:
         """Learn from a step what the next plan must know."""
         rows = completed.step.rows
-        if self._drafts is not None:
-            self._drafts.completed(completed.step, completed.output, completed.new_tokens)
+        self.speculator.completed(completed)
         self.bisection.step_completed({sequence: row.end for sequence, row in rows.items()})
         self.last_was_outlier = completed.is_outlier
 
@@ -271,8 +231,7 @@ class StepPlanner:
         """
         if not began:
             self._cache.put_back(planned.ops)
-        if self._drafts is not None:
-            self._drafts.undo(planned)
+        self.speculator.undo(planned)
         self._policy = self._policy.undo(planned.policy_before, planned.plan.state)
 
     # -- its parts ------------------------------------------------------------------------------
@@ -281,7 +240,7 @@ class StepPlanner:
         """Why no step may run ahead of ``step``, whatever is ready."""
         if step.revoked or not step.rows:
             return NoStep.NO_SEQUENCE
-        if any(row.drafts for row in step.rows.values()):
+        if step.plan.drafts and any(row.drafts for row in step.rows.values()):
             return NoStep.DRAFTS
         if self._offloader.has_transfers or self._running.is_copying or self._embeddings.is_ready:
             return NoStep.UNKNOWN_DURATION
@@ -316,8 +275,7 @@ class StepPlanner:
         for sequence in self._waiting.admit(self._policy.service, may_preempt=may_preempt):
             if sequence.control.exists:
                 self._controllers.preempted(sequence)
-            if self._drafts is not None:
-                self._drafts.leave(sequence)
+            self.speculator.preempted(sequence)
             self.bisection.discard(sequence)
 
     def _views(self) -> tuple[list[SequenceView], list[SequenceView]]:
@@ -327,68 +285,15 @@ class StepPlanner:
             suspects = self.bisection.current({*decodes, *prefills})
             decodes = [sequence for sequence in decodes if not suspects or sequence in suspects]
             prefills = [sequence for sequence in prefills if not suspects or sequence in suspects]
-        max_drafts = MAX_DRAFTS if len(decodes) <= MAX_DECODES_WITH_DRAFTS else 0
+        looks_at_all = self.speculator.looks_at(decodes)
         views = [sequence.view() for sequence in decodes]
         return (
             [
-                self._with_drafts(view, sequence) if max_drafts or sequence.speculation.forced else view
+                self.speculator.with_drafts(view, sequence) if looks_at_all or sequence.speculation.forced else view
                 for view, sequence in zip(views, decodes, strict=True)
             ],
             [sequence.view(pause=self._pause_of(sequence)) for sequence in prefills],
         )
-
-    def _with_drafts(self, view: SequenceView, sequence: Sequence, step: InFlightStep | None = None) -> SequenceView:
-        """``view`` with the drafts that prompt lookup, the grammar or the draft model has.
-
-        Args:
-            step: in flight.  Prompt lookup may have drafts after it if it has some now.
-        """
-        n = len(sequence.drafts(MAX_DRAFTS))
-        if n:
-            view = msgspec.structs.replace(view, n_drafts=n)
-        state = sequence.speculation.model
-        if self._drafts is None or state is None or sequence.speculation.forced or self.bisection.is_active:
-            return view
-        if n and view.acceptance_rate >= state.acceptance_rate:
-            return view
-        row = None if step is None else step.row_of(sequence)
-        n_drafts = self._drafts.can_draft(sequence, MAX_DRAFTS, self._timings.cost, 0 if row is None else row.n_samples)
-        if not n_drafts:
-            return view
-        return msgspec.structs.replace(
-            view,
-            n_drafts=n_drafts,
-            acceptance_rate=state.acceptance_rate,
-            drafts_by_model=True,
-            draft_precision=state.precision,
-            n_missing=self._drafts.n_missing(sequence) - 1,
-        )
-
-    def _catching_up(self, streams: abc.Sequence[Sequence]) -> list[Sequence]:
-        """Streams that the draft model should compute the tokens of, before it can propose some."""
-        if self._drafts is None or len(streams) > MAX_DECODES_WITH_DRAFTS or self.bisection.is_active:
-            return []
-        return [each for each in streams if self._drafts.should_catch_up(each, self._timings.cost)]
-
-    def _draft_inputs(self, chosen: Plan, sequences: Mapping[int, Sequence]) -> list[DraftInput]:
-        """What the draft model computes for ``chosen``."""
-        if self._drafts is None:
-            return []
-        return [
-            self._drafts.input(sequences[view.seq_id], n)
-            for view, n in zip(chosen.decodes, chosen.drafts, strict=False)
-            if n and view.drafts_by_model
-        ]
-
-    def _catch_up(self, chosen: Plan, sequences: Mapping[int, Sequence]) -> tuple[list[DraftInput], float]:
-        """What the draft model computes next to ``chosen``, which has no drafts of it, and the milliseconds."""
-        assert self._drafts is not None
-        behind = [] if chosen.chunks else self._catching_up([sequences[view.seq_id] for view in chosen.decodes])
-        if not behind:
-            return [], 0.0
-        time_ms = 1e3 * (min([view.due_s for view in chosen.decodes]) - trio.current_time())
-        inputs = self._drafts.catch_up(behind, min(time_ms / 2, self._limits.prefill_tick_ms) - chosen.predicted_ms)
-        return inputs, self._drafts.cost.ms(1, sum([len(each.tokens) for each in inputs]))
 
     def _gives_way(self, chosen: Plan, sequences: Mapping[int, Sequence]) -> bool:
         """Whether a step without anything else may be interrupted: it computes background sequences, and can be undone."""
@@ -440,7 +345,7 @@ class StepPlanner:
                 attention=self._timings.attention,
                 records_calls=self._info.records_calls,
                 fillers=self._fillers() if len(decodes) > 1 else NO_FILLERS,
-                draft_cost=NO_DRAFT_MODEL if self._drafts is None else self._drafts.cost,
+                draft_cost=self.speculator.model_cost,
                 gap_ms=self._timings.gap_ms,
             )
         )
@@ -452,7 +357,7 @@ class StepPlanner:
         longest_ms = self._limits.multi_step_ms
         if 2 * chosen.predicted_ms > longest_ms or chosen.drafts or not chosen.decodes:
             return chosen
-        if self._drafts is not None or self._controllers or self.bisection.is_active or not self._info.can_truncate:
+        if self.speculator.has_model or self._controllers or self.bisection.is_active or not self._info.can_truncate:
             return chosen
         most = min([_max_passes(sequences[view.seq_id], in_flight) for view in chosen.decodes])
         due_ms = 1e3 * (min([view.due_s for view in chosen.decodes]) - starts_at)
@@ -505,8 +410,3 @@ def _max_passes(sequence: Sequence, in_flight: InFlightStep | None) -> int:
         return 1
     row = None if in_flight is None else in_flight.row_of(sequence)
     return sequence.n_free - (0 if row is None else row.n_samples)
-
-
-def _often_forced(decodes: abc.Sequence[Sequence]) -> bool:
-    """Whether to know what grammars force before the next step is planned: if that helps half of the sequences."""
-    return 2 * sum([sequence.often_forced for sequence in decodes]) >= max(1, len(decodes))

@@ -200,7 +200,7 @@ class Scheduler:
         if reason is not None:
             self.finish(known.sequence, reason)
         else:
-            self._planner.begin_speculation(known.sequence)
+            self._planner.speculator.began(known.sequence)
 
     def _enter(self, prepared: PreparedRequest) -> tuple[list[Sequence], NewTokens | None]:
         """Accept a request.  Returns its sequences, and what its log knows of the first one, if it knows something."""
@@ -222,7 +222,7 @@ class Scheduler:
         if prepared.controlled is not None:
             sequences = self._controllers.add(sequences[0], prepared.controlled)
         for sequence in sequences:
-            self._planner.begin_drafts(sequence)
+            self._planner.speculator.admitted(sequence)
         return sequences, known
 
     def embed(self, pending: PendingEmbeddings) -> None:
@@ -626,7 +626,7 @@ class Scheduler:
             if new.sequence.place.was_preempted:
                 new.sequence.place.note_token(at)
             if not new.n_before:
-                self._planner.begin_speculation(new.sequence)
+                self._planner.speculator.began(new.sequence)
         reason = send_tokens(new, self._token_to_bytes)
         if new.sequence.log is not None:
             new.sequence.log.add(new.tokens, new.sequence.sampling.params.mu, new.changes)

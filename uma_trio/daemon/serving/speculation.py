@@ -1,0 +1,179 @@
+"""Where draft tokens are from: prompt lookup, grammars that allow one token only, and a draft model."""
+
+from __future__ import annotations
+
+from collections import abc
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+import trio
+
+from uma_trio.config import Scheduling
+from uma_trio.daemon.scheduling.bisection import CrashBisection
+from uma_trio.daemon.scheduling.cost import DraftCost
+from uma_trio.daemon.scheduling.policy import Plan
+from uma_trio.daemon.scheduling.tick import NO_DRAFT_MODEL
+from uma_trio.daemon.scheduling.timings import StepTimings
+from uma_trio.daemon.scheduling.view import SequenceView
+from uma_trio.daemon.serving.drafting import MAX_STREAMS, DraftModel
+from uma_trio.daemon.serving.prompt_lookup import PromptLookup
+from uma_trio.daemon.serving.sequence import Sequence
+from uma_trio.daemon.serving.step import CompletedStep, InFlightStep, PlannedStep
+from uma_trio.engine_link.messages import DraftInput, ModelInfo
+
+MAX_DRAFTS: Final = 32
+"""Draft tokens of one sequence in one step."""
+
+MAX_DECODES_WITH_DRAFTS: Final = MAX_STREAMS
+"""Sequences.  A wider batch has little to gain from drafts, and looking for them would take time between two steps."""
+
+INITIAL_ACCEPTANCE_RATE: Final = 0.5
+"""Acceptance rate of draft tokens that is assumed at first."""
+
+INITIAL_ACCEPTANCE_RATE_IF_REQUESTED: Final = 0.95
+"""The same where the request asks for speculation."""
+
+
+class Speculator:
+    """The draft tokens of the steps that one planner plans.
+
+    Args:
+        bisection: while it searches, the draft model computes nothing, so it is no suspect.
+    """
+
+    def __init__(
+        self, info: ModelInfo, limits: Scheduling, timings: StepTimings, bisection: CrashBisection[Sequence]
+    ) -> None:
+        self._info = info
+        self._limits = limits
+        self._timings = timings
+        self._bisection = bisection
+        self._model = None if info.draft_model is None else DraftModel(info)
+
+    @property
+    def has_model(self) -> bool:
+        """Whether there is a draft model."""
+        return self._model is not None
+
+    @property
+    def model_cost(self) -> DraftCost:
+        """What the draft model takes."""
+        return NO_DRAFT_MODEL if self._model is None else self._model.cost
+
+    # -- the life of a sequence -----------------------------------------------------------------
+
+    def admitted(self, sequence: Sequence) -> None:
+        """Let the draft model propose tokens of ``sequence`` from the first one on, if it may."""
+        if self._model is not None and self._is_allowed(sequence):
+            self._model.begin(sequence)
+
+    def began(self, sequence: Sequence) -> None:
+        """``sequence`` has its first token: look for draft tokens in what it knows, if that is allowed."""
+        if self._is_allowed(sequence):
+            known = [*sequence.prompt.tokens.tolist(), *sequence.tokens]
+            wanted = sequence.request.speculate
+            rate = INITIAL_ACCEPTANCE_RATE_IF_REQUESTED if wanted else INITIAL_ACCEPTANCE_RATE
+            sequence.speculation.lookup = PromptLookup(known, acceptance_rate=rate)
+
+    def _is_allowed(self, sequence: Sequence) -> bool:
+        """Whether wrong draft tokens of ``sequence`` can be removed, and its request wants some."""
+        wanted = sequence.request.speculate
+        if sequence.prompt.media:
+            return False  # neither prompt lookup nor a draft model knows what a picture shows
+        if sequence.control.exists:
+            return False  # a controller may refuse each token, so it is asked one at a time
+        can_draft = self._info.can_truncate and not sequence.sampling.params.is_adaptive
+        return can_draft and (self._limits.speculation if wanted is None else wanted)
+
+    def preempted(self, sequence: Sequence) -> None:
+        """``sequence`` has lost its place in the KV cache."""
+        if self._model is not None:
+            self._model.leave(sequence)
+
+    def ended(self, sequence: Sequence) -> None:
+        """``sequence`` has ended."""
+        if self._model is not None:
+            self._model.ended(sequence)
+
+    # -- the next step --------------------------------------------------------------------------
+
+    def looks_at(self, streams: abc.Sequence[Sequence]) -> bool:
+        """Whether the next step may have drafts of ``streams`` that no grammar forces."""
+        return len(streams) <= MAX_DECODES_WITH_DRAFTS
+
+    def with_drafts(self, view: SequenceView, sequence: Sequence, step: InFlightStep | None = None) -> SequenceView:
+        """``view`` with the drafts that prompt lookup, the grammar or the draft model has.
+
+        Args:
+            step: in flight.  Prompt lookup may have drafts after it if it has some now.
+        """
+        n = len(sequence.drafts(MAX_DRAFTS))
+        if n:
+            view = msgspec.structs.replace(view, n_drafts=n)
+        state = sequence.speculation.model
+        if self._model is None or state is None or sequence.speculation.forced or self._bisection.is_active:
+            return view
+        if n and view.acceptance_rate >= state.acceptance_rate:
+            return view
+        row = None if step is None else step.row_of(sequence)
+        n_drafts = self._model.can_draft(sequence, MAX_DRAFTS, self._timings.cost, 0 if row is None else row.n_samples)
+        if not n_drafts:
+            return view
+        return msgspec.structs.replace(
+            view,
+            n_drafts=n_drafts,
+            acceptance_rate=state.acceptance_rate,
+            drafts_by_model=True,
+            draft_precision=state.precision,
+            n_missing=self._model.n_missing(sequence) - 1,
+        )
+
+    def depends_on_tokens(self, streams: abc.Sequence[Sequence]) -> bool:
+        """Whether drafts in the next step depend on tokens of the one in flight, or the draft model has to catch up."""
+        n_forced = sum([len(stream.speculation.forced) for stream in streams])
+        return n_forced > 0 or often_forced(streams) or bool(self._behind(streams))
+
+    def inputs(self, chosen: Plan, sequences: Mapping[int, Sequence]) -> list[DraftInput]:
+        """What the draft model computes for ``chosen``."""
+        if self._model is None:
+            return []
+        return [
+            self._model.input(sequences[view.seq_id], n)
+            for view, n in zip(chosen.decodes, chosen.drafts, strict=False)
+            if n and view.drafts_by_model
+        ]
+
+    def catch_up(self, chosen: Plan, sequences: Mapping[int, Sequence]) -> tuple[list[DraftInput], float]:
+        """What the draft model computes next to ``chosen``, which has no drafts of it, and the milliseconds."""
+        if self._model is None or chosen.chunks:
+            return [], 0.0
+        behind = self._behind([sequences[view.seq_id] for view in chosen.decodes])
+        if not behind:
+            return [], 0.0
+        time_ms = 1e3 * (min([view.due_s for view in chosen.decodes]) - trio.current_time())
+        inputs = self._model.catch_up(behind, min(time_ms / 2, self._limits.prefill_tick_ms) - chosen.predicted_ms)
+        return inputs, self._model.cost.ms(1, sum([len(each.tokens) for each in inputs]))
+
+    def _behind(self, streams: abc.Sequence[Sequence]) -> list[Sequence]:
+        """Streams that the draft model should compute the tokens of, before it can propose some."""
+        if self._model is None or not self.looks_at(streams) or self._bisection.is_active:
+            return []
+        return [each for each in streams if self._model.should_catch_up(each, self._timings.cost)]
+
+    # -- results --------------------------------------------------------------------------------
+
+    def completed(self, completed: CompletedStep) -> None:
+        """Learn what the draft model took, and which of its tokens were right."""
+        if self._model is not None:
+            self._model.completed(completed.step, completed.output, completed.new_tokens)
+
+    def undo(self, planned: PlannedStep) -> None:
+        """``planned`` was not begun."""
+        if self._model is not None:
+            self._model.undo(planned)
+
+
+def often_forced(streams: abc.Sequence[Sequence]) -> bool:
+    """Whether to know what grammars force before the next step is planned: if that helps half of the sequences."""
+    return 2 * sum([sequence.often_forced for sequence in streams]) >= max(1, len(streams))
