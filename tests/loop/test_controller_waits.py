@@ -29,9 +29,9 @@ class Timed(Client):
         super().__init__()
         self.times: list[float] = []
 
-    def send(self, event: Any) -> None:
-        self.times.append(trio.current_time())
-        super().send(event)
+    def send(self, *events: Any) -> None:
+        self.times += [trio.current_time()] * len(events)
+        super().send(*events)
 
     @property
     def gaps_ms(self) -> list[float]:

@@ -26,11 +26,9 @@ class Client:
         self.found: list[tuple[float, Forecast]] = []
         self.failures: list[Failure] = []
 
-    def send(self, event: Any) -> None:
-        if isinstance(event, Forecast):
-            self.found.append((trio.current_time(), event))
-        elif isinstance(event, Failure):
-            self.failures.append(event)
+    def send(self, *events: Any) -> None:
+        self.found += [(trio.current_time(), event) for event in events if isinstance(event, Forecast)]
+        self.failures += [event for event in events if isinstance(event, Failure)]
 
 
 def cost_ms(prompt: int, decodes: int) -> float:

@@ -44,7 +44,7 @@ class Sink:
 
     has_room = True
 
-    def send(self, event: Any) -> None:
+    def send(self, *events: Any) -> None:
         pass
 
 

@@ -46,7 +46,7 @@ class NullClient:
 
     has_room = True
 
-    def send(self, event: Any) -> None:
+    def send(self, *events: Any) -> None:
         pass
 
 

@@ -40,12 +40,13 @@ class Client:
     then: Callable[[], None] = lambda: None
     """Called with the last event."""
 
-    def send(self, event: Any) -> None:
-        if isinstance(event, Token):
-            self.token_s.append(trio.current_time())
-            self.tokens.append(event.token_id or 0)
-        else:
-            self.then()
+    def send(self, *events: Any) -> None:
+        for event in events:
+            if isinstance(event, Token):
+                self.token_s.append(trio.current_time())
+                self.tokens.append(event.token_id or 0)
+            else:
+                self.then()
 
     @property
     def gaps_ms(self) -> list[float]:

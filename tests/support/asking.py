@@ -37,8 +37,8 @@ class Client:
     _came: trio.Event = attrs.field(factory=trio.Event, init=False)
     """Set by the next event."""
 
-    def send(self, event: Any) -> None:
-        self.events.append(event)
+    def send(self, *events: Any) -> None:
+        self.events += events
         self._came.set()
 
     async def reached(self, n_tokens: int = 1) -> float:

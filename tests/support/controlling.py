@@ -48,7 +48,11 @@ class Client:
     def reasons(self) -> dict[int, str]:
         return {index: end.reason if isinstance(end, Eos) else end.code for index, end in self.ends.items()}
 
-    def send(self, event: Any) -> None:
+    def send(self, *events: Any) -> None:
+        for event in events:
+            self._add(event)
+
+    def _add(self, event: Any) -> None:
         self.events.append(event)
         if isinstance(event, Fork):
             assert event.index not in self.tokens

@@ -91,8 +91,12 @@ class DetachedAnswer:
         """Always: a client that does not read costs its own connection only."""
         return True
 
-    def send(self, event: ServerEvent) -> None:
-        """Keep an event."""
+    def send(self, *events: ServerEvent) -> None:
+        """Keep events."""
+        for event in events:
+            self._keep(event)
+
+    def _keep(self, event: ServerEvent) -> None:
         if self._is_closed or self._has_ended:
             return
         if isinstance(event, PASSING):

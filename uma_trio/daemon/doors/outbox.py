@@ -1,6 +1,6 @@
 """The send queue of one connection.
 
-An event goes straight to the kernel if the socket accepts it, so that a token wakes no task.  The rest waits in a
+Events go straight to the kernel if the socket accepts them, so that a token wakes no task.  The rest waits in a
 buffer, which a writer task sends when the socket becomes writable.
 """
 
@@ -56,11 +56,11 @@ class Outbox:
         """Whether requests should produce more events."""
         return len(self._waiting) < self._max_bytes
 
-    def send(self, event: ServerEvent) -> None:
-        """Send or buffer ``event``.  Never blocks.  Does nothing if the peer has closed its end."""
+    def send(self, *events: ServerEvent) -> None:
+        """Send or buffer ``events``, in one write.  Never blocks.  Does nothing if the peer has closed its end."""
         if self._is_closed:
             return
-        data = self._encode(event)
+        data = b"".join(map(self._encode, events))
         sent = 0 if self._waiting else self._send_now(data)
         if sent < len(data):
             self._waiting += memoryview(data)[sent:]

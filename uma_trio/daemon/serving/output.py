@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import abc
+from collections.abc import Iterator
 from typing import Any, Final
 
 import msgspec
@@ -17,6 +18,7 @@ from uma_trio.engine_link.sampling import NO_TOKEN, TokenLogprobs
 from uma_trio.errors import UmaError
 from uma_trio.protocol.controllers import Backtrack, ControllerOutput, StorageWrite
 from uma_trio.protocol.events import Inserted, Logprob, Logprobs, Reasoning, Token, ToolCallDelta
+from uma_trio.protocol.messages import ServerEvent
 from uma_trio.protocol.usage import FinishReason
 
 MAX_UNSENT_CHARACTERS: Final = 1 << 16
@@ -42,9 +44,20 @@ def send_tokens(new: NewTokens, token_to_bytes: TokenToBytes) -> FinishReason | 
     Returns:
         Why the sequence ends with them, if it does.
     """
-    sequence = new.sequence
-    if sequence.control.exists:
+    if new.sequence.control.exists:
         return _send_controlled(new, token_to_bytes)
+    events: list[ServerEvent] = []
+    reason = _add_events(events, new, token_to_bytes)
+    if events:
+        new.sequence.sink.send(*events)
+    return reason
+
+
+def _add_events(
+    events: list[ServerEvent], new: NewTokens, token_to_bytes: TokenToBytes
+) -> FinishReason | UmaError | None:
+    """Add the events of new tokens; see ``send_tokens``."""
+    sequence = new.sequence
     insertions = {each.after_tokens: (each, change) for change in new.changes for each in change.insertions}
     shown_from = 0
     for n, token in enumerate(new.tokens, 1):
@@ -53,14 +66,14 @@ def send_tokens(new: NewTokens, token_to_bytes: TokenToBytes) -> FinishReason | 
             insertion, change = insertions[at]
             if insertion.kind == "message":
                 shown_from = at + insertion.tokens
-                _end_message(sequence)
+                events += _end_of_message(sequence)
                 sequence.answer_message(shown_from, opens_reasoning=change.opens_reasoning)
-            sequence.sink.send(Inserted(id=sequence.request.id, index=sequence.index, insertion=insertion))
+            events.append(Inserted(id=sequence.request.id, index=sequence.index, insertion=insertion))
         if at < shown_from:
             continue
         score = new.scores[n - 1] if new.scores else None
         last = new.reason is not None and n == len(new.tokens)
-        _send_token(sequence, token, score, token_to_bytes, last=last)
+        _add_token(events, sequence, token, score, token_to_bytes, last=last)
         assembler = sequence.text.assembler
         if assembler.matched is not None:
             sequence.cut_at_stop(new.n_before + n, token_to_bytes)
@@ -71,13 +84,13 @@ def send_tokens(new: NewTokens, token_to_bytes: TokenToBytes) -> FinishReason | 
     return new.reason
 
 
-def _end_message(sequence: Sequence) -> None:
-    """Send what was held back of the text so far: a message of the user follows."""
+def _end_of_message(sequence: Sequence) -> Iterator[ServerEvent]:
+    """The events of what was held back of the text so far: a message of the user follows."""
     split = sequence.text.assembler.finish()
     if split.reasoning:
-        sequence.sink.send(Reasoning(id=sequence.request.id, text=split.reasoning, index=sequence.index))
+        yield Reasoning(id=sequence.request.id, text=split.reasoning, index=sequence.index)
     if split.text:
-        sequence.sink.send(Token(id=sequence.request.id, text=split.text, index=sequence.index))
+        yield Token(id=sequence.request.id, text=split.text, index=sequence.index)
 
 
 def _send_controlled(new: NewTokens, token_to_bytes: TokenToBytes) -> FinishReason | UmaError | None:
@@ -179,10 +192,16 @@ class _StorageCommand(msgspec.Struct):
     WriteVar: _WriteVar
 
 
-def _send_token(
-    sequence: Sequence, token: int, score: TokenLogprobs | None, token_to_bytes: TokenToBytes, *, last: bool
+def _add_token(
+    events: list[ServerEvent],
+    sequence: Sequence,
+    token: int,
+    score: TokenLogprobs | None,
+    token_to_bytes: TokenToBytes,
+    *,
+    last: bool,
 ) -> None:
-    """Send ``token`` and the text that can be shown with it.
+    """Add the events of ``token`` and the text that can be shown with it.
 
     Args:
         last: nothing follows, so text that was held back is sent as well.
@@ -200,9 +219,9 @@ def _send_token(
     logprobs = None if score is None else _logprobs(token, score, token_to_bytes)
     if sequence.request.stream:
         if not is_call:
-            _send_events(sequence, token, split.reasoning, split.text, logprobs, is_reasoning=is_reasoning)
+            events += _text_events(sequence, token, split.reasoning, split.text, logprobs, is_reasoning=is_reasoning)
         for delta in split.calls:
-            sequence.sink.send(ToolCallDelta(id=sequence.request.id, index=sequence.index, **delta._asdict()))
+            events.append(ToolCallDelta(id=sequence.request.id, index=sequence.index, **delta._asdict()))
         return
     shown.texts.append(split.text)
     shown.reasoning_texts.append(split.reasoning)
@@ -210,17 +229,15 @@ def _send_token(
         shown.logprobs.append(logprobs)
 
 
-def _send_events(
+def _text_events(
     sequence: Sequence, token: int, reasoning: str, text: str, logprobs: Logprobs | None, *, is_reasoning: bool
-) -> None:
-    """Send one event of a token, or two if the reasoning ends in the middle of it."""
-    name, index, send = sequence.request.id, sequence.index, sequence.sink.send
+) -> list[ServerEvent]:
+    """One event of a token, or two if the reasoning ends in the middle of it."""
+    name, index = sequence.request.id, sequence.index
     if is_reasoning:
-        send(Reasoning.of(name, reasoning, token, logprobs, index=index))
-        return
-    if reasoning:
-        send(Reasoning.of(name, reasoning, None, None, index=index))
-    send(Token.of(name, text, token, logprobs, index=index))
+        return [Reasoning.of(name, reasoning, token, logprobs, index=index)]
+    shown: ServerEvent = Token.of(name, text, token, logprobs, index=index)
+    return [Reasoning.of(name, reasoning, None, None, index=index), shown] if reasoning else [shown]
 
 
 def _logprobs(token: int, score: TokenLogprobs, token_to_bytes: TokenToBytes) -> Logprobs:

@@ -54,8 +54,8 @@ NOT_PLACED: Final = -1
 class EventSink(Protocol):
     """Where the events of an answer go.  Never blocks: a client that does not read fills it and so pauses its stream."""
 
-    def send(self, event: ServerEvent) -> None:
-        """Pass ``event`` on, or keep it until the client takes it.  Does nothing once the client has gone."""
+    def send(self, *events: ServerEvent) -> None:
+        """Pass ``events`` on, or keep them until the client takes them.  Does nothing once the client has gone."""
 
     @property
     def has_room(self) -> bool:

@@ -121,18 +121,20 @@ class SessionTurn:
         content = f"{begun.text}{first.text}"
         return (*before, attrs.evolve(first, content=content, reasoning=reasoning, generation=generation), *others)
 
-    def send(self, event: ServerEvent) -> None:
-        """Pass an event on; keep the last one."""
-        if isinstance(event, Eos | Failure):
-            self.last = event
-            return
-        if isinstance(event, Reasoning):
-            self._reasoning.append(event.text)
-        elif isinstance(event, Token) and not event.echo:
-            self._texts.append(event.text)
-        elif isinstance(event, Inserted):
-            self._note(event.insertion)
-        self._sink.send(event)
+    def send(self, *events: ServerEvent) -> None:
+        """Pass events on; keep the last one of the answer."""
+        passed = [event for event in events if not isinstance(event, Eos | Failure)]
+        for event in passed:
+            if isinstance(event, Reasoning):
+                self._reasoning.append(event.text)
+            elif isinstance(event, Token) and not event.echo:
+                self._texts.append(event.text)
+            elif isinstance(event, Inserted):
+                self._note(event.insertion)
+        if passed:
+            self._sink.send(*passed)
+        if len(passed) < len(events):
+            self.last = events[-1]
 
     def _note(self, insertion: Insertion) -> None:
         self._insertions.append(insertion)
