@@ -149,7 +149,7 @@ async def test_draft_tokens_respect_the_constraint(autojump_clock, speculate):
         tokens, _ = await ask(harness, prompt, constraint=DIGITS, max_tokens=40, speculate=speculate)
         assert follows(tokens)
         if speculate:
-            assert harness.scheduler.telemetry.accepted_draft_tokens_total > 0
+            assert harness.scheduler.telemetry.totals["accepted_draft_tokens"] > 0
         plain, _ = await ask(harness, prompt, constraint=DIGITS, max_tokens=40, speculate=False)
         assert tokens == plain
 
@@ -168,8 +168,8 @@ async def test_tokens_without_a_choice_take_no_tick_of_their_own(autojump_clock)
                 ]
             assert (end.usage.completion_tokens, end.constraint_complete) == (41, True)
             assert ticks <= 0.6 * 41
-        assert harness.scheduler.telemetry.forced_tokens_total >= 4 * 18
-        assert harness.scheduler.telemetry.draft_tokens_total == 0
+        assert harness.scheduler.telemetry.totals["forced_tokens"] >= 4 * 18
+        assert harness.scheduler.telemetry.totals["draft_tokens"] == 0
 
 
 async def test_mirostat_has_no_drafts_and_survives_a_crash(autojump_clock):
@@ -194,7 +194,7 @@ async def test_mirostat_has_no_drafts_and_survives_a_crash(autojump_clock):
             harness.scheduler._engine.link.kill()
         assert tokens == expected
         assert harness.scheduler._engine.restarts == 1
-        assert harness.scheduler.telemetry.draft_tokens_total == 0
+        assert harness.scheduler.telemetry.totals["draft_tokens"] == 0
 
 
 async def test_turns_of_a_session_have_constraints_of_their_own(autojump_clock):

@@ -74,7 +74,7 @@ async def test_everything_is_removed(autojump_clock):
         assert client.tokens[0] == expected_continuation([START], 4)
         telemetry = harness.scheduler.telemetry
         assert telemetry.principals.of("uid:0").prompt_tokens_total == 1, "the first token of the answer comes once"
-        assert telemetry.late_masks_total == 0
+        assert telemetry.totals["late_masks"] == 0
         await harness.clean()
 
 

@@ -144,7 +144,7 @@ async def test_exchanges_cost_no_time_while_the_model_chooses_the_tokens(autojum
     client, harness = await alone([Gen(30)], 1.5)
     assert client.gaps_ms == pytest.approx([*[6.5] * 2, *[5.0] * 27, 1.5])
     assert harness.scheduler.telemetry.run_ahead_steps_total >= 27
-    assert harness.scheduler.telemetry.late_masks_total == 0
+    assert harness.scheduler.telemetry.totals["late_masks"] == 0
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ async def test_exchanges_cost_no_time_while_the_model_chooses_the_tokens(autojum
 async def test_a_controller_that_chooses_itself_costs_at_most_the_step_that_ran_ahead(autojump_clock, then, gaps_ms):
     client, harness = await alone([Gen(10), then, Gen(1)], 1.5)
     assert client.gaps_ms[9:-1] == pytest.approx(gaps_ms)
-    assert harness.scheduler.telemetry.late_masks_total == 0
+    assert harness.scheduler.telemetry.totals["late_masks"] == 0
 
 
 @pytest.mark.parametrize(("exchange_ms", "options"), [(1.5, {"can_truncate": False}), (6.0, {})], ids=str)
@@ -176,7 +176,7 @@ async def test_slow_exchanges_change_no_text_and_delay_a_neighbour_twice_at_most
     gaps = sorted(neighbour.gaps_ms)
     assert gaps[-1] <= 5 + 2 + 2 + 0.5
     assert sum(gap > 5.6 for gap in gaps) <= 2
-    assert harness.scheduler.telemetry.late_masks_total == (slow != "post_pre")
+    assert harness.scheduler.telemetry.totals["late_masks"] == (slow != "post_pre")
 
 
 async def test_a_mask_that_comes_right_after_the_step_gave_up_is_used(autojump_clock):
@@ -194,7 +194,7 @@ async def test_answers_whose_masks_are_late_delay_no_other_controlled_answer(aut
         assert late.tokens[0] == expected([Gen(4)])[""]
         assert timed.tokens[0] == expected([Gen(18)])[""]
         assert max(timed.gaps_ms) < 6.5
-        assert harness.scheduler.telemetry.late_masks_total == 10
+        assert harness.scheduler.telemetry.totals["late_masks"] == 10
         await harness.clean()
 
 

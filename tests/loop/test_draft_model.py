@@ -36,7 +36,7 @@ def expected(prompt: list[int], n: int, **params: Any) -> list[int]:
 def drafts(harness: Harness) -> tuple[int, int]:
     """How many tokens of the draft model were verified, and how many were accepted."""
     telemetry = harness.scheduler.telemetry
-    return telemetry.model_draft_tokens_total, telemetry.accepted_model_draft_tokens_total
+    return telemetry.totals["model_draft_tokens"], telemetry.totals["accepted_model_draft_tokens"]
 
 
 def seconds(client: Client) -> float:
@@ -76,7 +76,7 @@ async def test_prompt_lookup_goes_first_where_it_is_better(autojump_clock):
         assert client.tokens == expected_continuation(PROMPT, 300, repeats=20)
         from_model, accepted = drafts(harness)
         assert 0 < accepted <= from_model
-        assert harness.scheduler.telemetry.accepted_draft_tokens_total - accepted > 50
+        assert harness.scheduler.telemetry.totals["accepted_draft_tokens"] - accepted > 50
         await harness.clean()
 
 
@@ -185,7 +185,7 @@ async def test_drafts_respect_the_constraint(autojump_clock, params, late_masks)
             quick = await client.complete(**fields)
         assert quick.text == plain.text
         assert len(quick.text.split()) == 61
-        assert harness.scheduler.telemetry.model_draft_tokens_total > 0
+        assert harness.scheduler.telemetry.totals["model_draft_tokens"] > 0
         await harness.settled()
 
 
@@ -202,7 +202,7 @@ async def test_several_answers_of_one_request(autojump_clock):
             async with harness.client() as client:
                 alone = await client.complete(seed=7 + n, speculate=False, cache_prompt=False, **fields)
             assert texts[n] == alone.text
-        assert harness.scheduler.telemetry.accepted_model_draft_tokens_total > 50
+        assert harness.scheduler.telemetry.totals["accepted_model_draft_tokens"] > 50
         await harness.settled()
 
 

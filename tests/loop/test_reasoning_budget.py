@@ -118,7 +118,7 @@ async def test_draft_tokens_never_overrun_the_budget(autojump_clock, options, pa
             assert quick.tokens == plain.tokens
             assert plain.tokens[n_tokens : n_tokens + 2] == END
         telemetry = harness.scheduler.telemetry
-        assert telemetry.accepted_draft_tokens_total + telemetry.accepted_model_draft_tokens_total > 30
+        assert telemetry.totals["accepted_draft_tokens"] + telemetry.totals["accepted_model_draft_tokens"] > 30
         await harness.clean()
 
 

@@ -62,7 +62,7 @@ async def test_penalties_look_at_the_past(autojump_clock, penalties, params):
             assert client.tokens == answer
         telemetry = harness.scheduler.telemetry
         assert telemetry.run_ahead_steps_total > 50
-        assert telemetry.accepted_draft_tokens_total > (10 if penalties == SHORT else -1)
+        assert telemetry.totals["accepted_draft_tokens"] > (10 if penalties == SHORT else -1)
         await harness.clean()
 
 
@@ -177,7 +177,7 @@ async def test_each_token_comes_with_its_own_logprobs(autojump_clock, speculate,
             assert all(bytes(each.bytes).decode() == each.text == f"{each.token_id} " for each in event.top_logprobs)
         await harness.ended(plain)
         assert all(event.logprob is event.top_logprobs is event.bytes is None for event in token_events(plain))
-        assert (harness.scheduler.telemetry.accepted_draft_tokens_total > 10) == speculate or not speculate
+        assert (harness.scheduler.telemetry.totals["accepted_draft_tokens"] > 10) == speculate or not speculate
         await harness.clean()
 
 

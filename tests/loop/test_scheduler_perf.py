@@ -76,7 +76,7 @@ async def test_ticks_and_requests_add_up(autojump_clock):
         for sequence in sequences:
             await sequence.done.wait()
         await scheduler.wait_idle()
-    assert len(records.ticks) == scheduler.telemetry.decode_calls_total
+    assert len(records.ticks) == scheduler.telemetry.totals["decode_calls"]
     assert sum(tick.tokens for tick in records.ticks) == 30
     assert sum(tick.prompt_tokens for tick in records.ticks) == 240
     assert sum(tick.n_decodes for tick in records.ticks) == 30 - 3

@@ -42,7 +42,9 @@ def outcome(client: Client) -> tuple[Any, ...]:
 
 def draft_tokens(harness: Harness) -> tuple[int, int]:
     """How many draft tokens were verified, and how many were accepted."""
-    return harness.scheduler.telemetry.draft_tokens_total, harness.scheduler.telemetry.accepted_draft_tokens_total
+    return harness.scheduler.telemetry.totals["draft_tokens"], harness.scheduler.telemetry.totals[
+        "accepted_draft_tokens"
+    ]
 
 
 def n_steps(harness: Harness) -> int:
@@ -314,7 +316,7 @@ async def test_only_tokens_that_were_sent_stay_in_the_cache(autojump_clock, unif
             for _ in range(MAX_DECODES_WITH_DRAFTS - 1):
                 nursery.start_soon(converse)
         telemetry = harness.scheduler.telemetry
-        assert telemetry.accepted_draft_tokens_total > 300
+        assert telemetry.totals["accepted_draft_tokens"] > 300
         assert telemetry.cached_tokens_total > 0.3 * telemetry.prompt_tokens_total
         assert set(telemetry.requests) == {"length", "stop", "cancelled"}
         await harness.clean()

@@ -472,13 +472,13 @@ async def test_streams_between_which_others_end(
         alone = [(await answers((n, 40), cache_prompt=False))[0].tokens for n in range(6)]
         calls.clear()
         records.ticks.clear()
-        before = scheduler.telemetry.tokens_total
+        before = scheduler.telemetry.totals["tokens"]
         requests = [(0, 40), (1, 6), (2, 40), (3, 12), (4, 40), (5, 40)]
         together = await answers(*requests)
         for (n, length), client in zip(requests, together, strict=True):
             assert client.tokens == alone[n][:length], n
         assert any(rows > n for n, rows in calls), "no call had a gap"
-        assert scheduler.telemetry.tokens_total - before == sum(length for _, length in requests)
+        assert scheduler.telemetry.totals["tokens"] - before == sum(length for _, length in requests)
         assert sum(tick.tokens for tick in records.ticks) == sum(length for _, length in requests)
         assert max(len(tick.decode_seq_ids) for tick in records.ticks) == 6
         assert [tick.decode_calls for tick in records.ticks if len(tick.decode_seq_ids) == 4][-1] == 1

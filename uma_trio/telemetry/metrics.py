@@ -22,7 +22,7 @@ from uma_trio.telemetry.measures import (
     RecentValues,
     snapshot_of,
 )
-from uma_trio.telemetry.perf_records import RequestRecord, TickRecord
+from uma_trio.telemetry.perf_records import AVERAGED, SUMMED, RequestRecord, TickRecord
 
 MAX_PRINCIPALS: Final = 64
 """Principals with counts of their own; names come from outside."""
@@ -96,23 +96,13 @@ class Telemetry:
     of the records.
     """
 
-    tokens_total: int = 0
     prompt_tokens_total: int = 0
     ticks_total: int = 0
-    decode_calls_total: int = 0
     run_ahead_steps_total: int = 0
     mixed_ticks_total: int = 0
     mixed_run_ahead_steps_total: int = 0
     prefix_cache_hits_total: int = 0
     cached_tokens_total: int = 0
-    draft_tokens_total: int = 0
-    accepted_draft_tokens_total: int = 0
-    model_draft_tokens_total: int = 0
-    accepted_model_draft_tokens_total: int = 0
-    draft_model_ms: Average = attrs.field(factory=Average)
-    forced_tokens_total: int = 0
-    late_masks_total: int = 0
-    mask_wait_ms: Average = attrs.field(factory=Average)
     preemptions_total: int = 0
     interrupted_steps_total: int = 0
     requests: Counter[str] = attrs.field(factory=Counter)
@@ -121,10 +111,12 @@ class Telemetry:
     host_gap_ms: RecentValues = attrs.field(factory=partial(RecentValues, 50, 95))
     cancel_to_free_ms: RecentValues = attrs.field(factory=partial(RecentValues, 50, 100))
     mixed_tick_error: RecentValues = attrs.field(factory=partial(RecentValues, 50, 90))
-    decode_ms: Average = attrs.field(factory=Average)
-    sample_ms: Average = attrs.field(factory=Average)
     histograms: Histograms = attrs.field(factory=Histograms)
     principals: PrincipalMetrics = attrs.field(factory=PrincipalMetrics)
+    totals: dict[str, int] = attrs.field(factory=lambda: dict.fromkeys(SUMMED, 0))
+    """The sums of the fields of all ticks that are ``Summed``."""
+    averages: dict[str, Average] = attrs.field(factory=lambda: {name: Average() for name in AVERAGED})
+    """The means of the fields that are ``Averaged``."""
     _bytes_per_s: float | None = None
     """Memory bandwidth of the device, if it was measured."""
     _bytes_moved: float = 0.0
@@ -136,36 +128,29 @@ class Telemetry:
         """Count a completed tick.  One that called no ``llama_decode`` has nothing to count."""
         if not tick.decode_calls:
             return
+        totals, n_decodes, n_prefills, duration_ms = self.totals, tick.n_decodes, tick.n_prefills, tick.duration_ms
+        for name in SUMMED:
+            totals[name] += getattr(tick, name)
+        for name, average in self.averages.items():
+            if (ms := getattr(tick, name)) is not None:
+                average.add(ms)
         self.ticks_total += 1
-        self.decode_calls_total += tick.decode_calls
         self.run_ahead_steps_total += tick.runs_ahead
-        self.prompt_tokens_total += tick.prompt_tokens
-        self.tokens_total += tick.tokens
-        self.draft_tokens_total += tick.draft_tokens
-        self.accepted_draft_tokens_total += tick.accepted_draft_tokens
-        self.model_draft_tokens_total += tick.model_draft_tokens
-        self.accepted_model_draft_tokens_total += tick.accepted_model_draft_tokens
-        self.forced_tokens_total += tick.forced_tokens
-        self.late_masks_total += tick.late_masks
         self._logits_rows += tick.logits_rows
         self._copied_logits_rows += tick.copied_logits_rows
         self._bytes_moved += tick.bytes_moved or 0.0
-        self.decode_ms.add(tick.decode_ms)
-        self.sample_ms.add(tick.sample_ms)
-        self.histograms.tick_ms.add(tick.duration_ms)
-        self.histograms.batch.add(tick.n_decodes + tick.n_prefills)
+        self.histograms.tick_ms.add(duration_ms)
+        self.histograms.batch.add(n_decodes + n_prefills)
         if tick.host_gap_ms is not None:
             self.host_gap_ms.add(tick.host_gap_ms)
             self._host_gap_total_ms += tick.host_gap_ms
-        if tick.mask_wait_ms is not None:
-            self.mask_wait_ms.add(tick.mask_wait_ms)
-        if tick.draft_model_ms is not None:
-            self.draft_model_ms.add(tick.draft_model_ms)
-        if tick.n_decodes and tick.n_prefills:
+        if n_prefills:
+            self.prompt_tokens_total += tick.prompt_tokens
+        if n_decodes and n_prefills:
             self.mixed_ticks_total += 1
             self.mixed_run_ahead_steps_total += tick.runs_ahead
             if tick.predicted_ms is not None:
-                self.mixed_tick_error.add(abs(tick.predicted_ms / max(tick.duration_ms, MIN_MS) - 1))
+                self.mixed_tick_error.add(abs(tick.predicted_ms / max(duration_ms, MIN_MS) - 1))
 
     def count_request(self, request: RequestRecord) -> None:
         """Count an answer that has ended."""
@@ -204,12 +189,15 @@ class Telemetry:
 
     def snapshot(self) -> dict[str, Any]:
         """Plain numbers; ``None`` for figures without a measurement."""
-        busy_ms = self.decode_ms.total + self.sample_ms.total
-        all_tokens = self.tokens_total + self.prompt_tokens_total
+        totals, averages = self.totals, self.averages
+        busy_ms = averages["decode_ms"].total + averages["sample_ms"].total
+        all_tokens = totals["tokens"] + self.prompt_tokens_total
         return {
+            **{f"{name}_total": total for name, total in totals.items()},
+            **{f"{name}_avg": average.value for name, average in averages.items()},
             **snapshot_of(self),
-            "acceptance_rate": _ratio(self.accepted_draft_tokens_total, self.draft_tokens_total),
-            "model_acceptance_rate": _ratio(self.accepted_model_draft_tokens_total, self.model_draft_tokens_total),
+            "acceptance_rate": _ratio(totals["accepted_draft_tokens"], totals["draft_tokens"]),
+            "model_acceptance_rate": _ratio(totals["accepted_model_draft_tokens"], totals["model_draft_tokens"]),
             "avg_batch": _ratio(self.histograms.batch.sum, self.ticks_total, 3),
             "host_gap_share": _ratio(self._host_gap_total_ms, self._host_gap_total_ms + busy_ms),
             "logits_zero_copy_share": _ratio(self._logits_rows - self._copied_logits_rows, self._logits_rows),

@@ -11,7 +11,7 @@ import io
 import zlib
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from typing import Annotated, Any, Final, Protocol, TypeAlias
 
 import attrs
 import msgspec
@@ -24,6 +24,13 @@ FIRST_BYTES: Final = b'{"kind":"header","format":"%s"' % FORMAT.encode()
 """Every perf log begins with these bytes, after decompression."""
 
 GZIP_MAGIC: Final = b"\x1f\x8b"
+
+
+Summed: TypeAlias = Annotated[int, "summed"]
+"""A count of a tick.  The sum over all ticks is a metric: ``tokens_total`` of ``tokens``."""
+
+Averaged: TypeAlias = Annotated[float, "averaged"]
+"""Milliseconds of a tick.  The mean over the ticks that have them is a metric: ``decode_ms_avg`` of ``decode_ms``."""
 
 
 class NotAPerfLog(ValueError):
@@ -66,23 +73,23 @@ class TickRecord(_Record, kw_only=True, tag="tick"):
     """Pairs of a sequence id and a number of prompt tokens."""
     recomputed_tokens: int = 0
     """Tokens of these chunks that had been computed before, and were lost."""
-    tokens: int = 0
+    tokens: Summed = 0
     """Generated tokens, accepted draft tokens included."""
     context_tokens: int = 0
     """KV cells that the attention of all decoding sequences scanned."""
     prefill_context: float = 0.0
     """KV cells from before this tick that each prompt token scanned."""
-    decode_calls: int = 1
+    decode_calls: Summed = 1
     n_passes: int = 1
     """Tokens that each decoding sequence could get in the tick, draft tokens aside."""
-    draft_tokens: int = 0
-    accepted_draft_tokens: int = 0
-    model_draft_tokens: int = 0
+    draft_tokens: Summed = 0
+    accepted_draft_tokens: Summed = 0
+    model_draft_tokens: Summed = 0
     """Draft tokens that the draft model proposed; ``draft_tokens`` counts them, too."""
-    accepted_model_draft_tokens: int = 0
-    forced_tokens: int = 0
+    accepted_model_draft_tokens: Summed = 0
+    forced_tokens: Summed = 0
     """Accepted tokens that were the only ones a constraint allowed; ``draft_tokens`` does not count them."""
-    late_masks: int = 0
+    late_masks: Summed = 0
     """Samples whose mask was not ready in time."""
     logits_rows: int = 0
     """Rows of logits that were sampled."""
@@ -90,13 +97,13 @@ class TickRecord(_Record, kw_only=True, tag="tick"):
     """Those of them that had to be copied before sampling."""
     runs_ahead: bool = False
     """It was submitted while the tick before computed."""
-    draft_model_ms: float | None = None
+    draft_model_ms: Averaged | None = None
     """Time of the draft model, which is not part of ``duration_ms``; ``None`` if it computed nothing."""
     predicted_ms: float | None = None
     """The cost model's prediction of ``duration_ms``."""
-    decode_ms: float = 0.0
-    sample_ms: float = 0.0
-    mask_wait_ms: float | None = None
+    decode_ms: Averaged = 0.0
+    sample_ms: Averaged = 0.0
+    mask_wait_ms: Averaged | None = None
     """How much of ``sample_ms`` was waiting for the masks of grammars; ``None`` if there were none."""
     embedding_ms: float | None = None
     """Time for texts to embed, which is not part of ``duration_ms``; ``None`` if there were none."""
@@ -131,6 +138,12 @@ class TickRecord(_Record, kw_only=True, tag="tick"):
     @property
     def end_s(self) -> float:
         return self.start_s + self.duration_ms / 1e3
+
+
+SUMMED: Final = tuple([each.name for each in msgspec.structs.fields(TickRecord) if each.type == Summed])
+AVERAGED: Final = tuple(
+    [each.name for each in msgspec.structs.fields(TickRecord) if each.type in (Averaged, Averaged | None)]
+)
 
 
 class Replay(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -7,7 +7,6 @@ from itertools import chain
 from typing import Any
 
 import attrs
-import msgspec
 import structlog
 
 from uma_trio.daemon.kv.cache import KvCache
@@ -69,6 +68,22 @@ def _context_read(work: Work, scan: AttentionScan) -> float:
     return work.context_tokens + work.prefill_tokens * work.mean_prefill_context
 
 
+def _drafts(completed: CompletedStep) -> dict[str, int]:
+    """The fields of a ``TickRecord`` about draft tokens."""
+    drafted, accepted = dict.fromkeys(DRAFT_SOURCES, 0), dict.fromkeys(DRAFT_SOURCES, 0)
+    for row in completed.step.rows.values():
+        drafted[row.source] += len(row.drafts)
+    for new in completed.new_tokens:
+        accepted[new.draft_source] += new.n_drafts_accepted
+    return {
+        "draft_tokens": drafted["lookup"] + drafted["model"],
+        "accepted_draft_tokens": accepted["lookup"] + accepted["model"],
+        "model_draft_tokens": drafted["model"],
+        "accepted_model_draft_tokens": accepted["model"],
+        "forced_tokens": accepted["grammar"],
+    }
+
+
 class Stats:
     """Counts for one scheduler.  Called while the next step computes.
 
@@ -116,17 +131,16 @@ class Stats:
         self._last_ended_s = output.ended_s
         tick = TickRecord(
             start_s=step.began_at,
-            decode_calls=0,
             embedding_ms=output.embedding_ms or None,
             copy_ms=output.copied_ms or None,
             host_gap_ms=gap_ms,
             idle_ms=self._idle_ms or None,
             running=running,
             queue_depth=waiting,
+            **(self._computed(completed) if step.rows else {"decode_calls": 0}),
         )
         self._idle_ms = 0.0
         if step.rows:
-            tick = msgspec.structs.replace(tick, **self._computed(completed))
             self.telemetry.count_tick(tick)
             if self._debug:
                 log_step(completed)
@@ -145,25 +159,17 @@ class Stats:
             context_read=n * _context_read(work, self._info.attention_scan),
         )
         could_move = (self._info.memory_bytes_per_s or 0.0) * completed.duration_ms / 1e3
-        drafted, accepted = dict.fromkeys(DRAFT_SOURCES, 0), dict.fromkeys(DRAFT_SOURCES, 0)
-        for row in step.rows.values():
-            drafted[row.source] += len(row.drafts)
-        for new in completed.new_tokens:
-            accepted[new.draft_source] += new.n_drafts_accepted
-        return {
+        found: dict[str, Any] = _drafts(completed) if plan.drafts else {}
+        if plan.chunks:
+            found["recomputed_tokens"] = sum([row.n_recomputed for row in step.rows.values()])
+        return found | {
             "decode_seq_ids": [view.seq_id for view in plan.decodes],
             "prefill_chunks": [(chunk.seq_id, chunk.n_tokens) for chunk in plan.chunks],
-            "recomputed_tokens": sum([row.n_recomputed for row in step.rows.values()]) if plan.chunks else 0,
             "tokens": sum([len(new.tokens) for new in completed.new_tokens]),
             "context_tokens": n * work.context_tokens,
             "prefill_context": work.mean_prefill_context,
             "decode_calls": n * work.n_calls,
             "n_passes": n,
-            "draft_tokens": drafted["lookup"] + drafted["model"],
-            "accepted_draft_tokens": accepted["lookup"] + accepted["model"],
-            "model_draft_tokens": drafted["model"],
-            "accepted_model_draft_tokens": accepted["model"],
-            "forced_tokens": accepted["grammar"],
             "late_masks": sum([new.is_late for new in completed.new_tokens]),
             "logits_rows": len(output.tokens),
             "copied_logits_rows": output.copied_rows,
