@@ -34,7 +34,7 @@ from uma_trio.engine.worker import StepRunner
 from uma_trio.engine_link.adapters import Scales
 from uma_trio.engine_link.attention import AttentionScan
 from uma_trio.engine_link.devices import DeviceMemory, Devices
-from uma_trio.engine_link.interrupts import Interrupts
+from uma_trio.engine_link.interrupts import FLAG_BYTES, N_STEPS, Interrupts
 from uma_trio.engine_link.kv_ops import (
     MAX_CHECKPOINTS,
     CopyPrefix,
@@ -322,7 +322,8 @@ class FakeEngine:
         self.eog_after = eog_after
         self.repeats = repeats
         self.steps: list[Step] = []
-        self.cost_of_last_ms = 0.0
+        self.cost_of_last_ms = self.cost_of_earlier_ms = 0.0
+        """Of the last pass, and of the passes before it."""
         self.fail_next: EngineError | EngineDied | None = None
         """Raised by the next step that computes."""
         self.poison: int | None = None
@@ -360,6 +361,7 @@ class FakeEngine:
     def step(self, step: Step, callbacks: StepCallbacks | None = None) -> StepOutput:
         # the runner changes the inputs of sequences that go on
         self.steps.append(msgspec.structs.replace(step, calls=[[*map(copy.copy, call)] for call in step.calls]))
+        self.cost_of_earlier_ms += self.cost_of_last_ms
         self.cost_of_last_ms, self._drafting_ms = self._drafting_ms, 0.0
         drafting_ms = self.cost_of_last_ms
         refused: list[tuple[int, str]] = []
@@ -717,6 +719,13 @@ class FakeEngine:
         self._cache.clear()
 
 
+class VirtualFlags(Interrupts):
+    """Flags that are in no file."""
+
+    def __init__(self) -> None:
+        self.memory = bytearray(N_STEPS * FLAG_BYTES)
+
+
 class VirtualLink:
     """Stands for ``EngineLink``: a step takes its simulated time on trio's clock.  It has no thread and no process."""
 
@@ -736,6 +745,7 @@ class VirtualLink:
         self._grammars = KnownGrammars()
         self._masks: MaskFile | None = None
         engine.masks = None
+        engine.interrupts = self._flags = VirtualFlags()
         self._begun: tuple[Step, float] | None = None
         """A step that waits for its late masks, and when it began."""
         self._gives_way: dict[int, int] = {}
@@ -770,6 +780,7 @@ class VirtualLink:
         return self._masks_ready[0] if self._masks_ready is not None and self._masks_ready[0].number == number else None
 
     def submit(self, step: Step) -> None:
+        self._flags.clear(step.number)
         self._waiting.append((step, trio.current_time()))
         self._catch_up()
 
@@ -780,6 +791,11 @@ class VirtualLink:
 
     def set_threads(self, n_threads: int) -> None:
         self.engine.set_threads(n_threads)
+
+    def end_passes(self, number: int) -> None:
+        """See ``EngineLink``.  All passes of a step that has begun are computed already."""
+        self._catch_up()
+        self._flags.set(number)
 
     def revoke(self, number: int) -> None:
         self._catch_up()
@@ -888,6 +904,7 @@ class VirtualLink:
             inputs = chain.from_iterable(self._runner.inputs(step)) if step.gives_way else ()
             self._gives_way = {each.seq_id: each.position for each in inputs}
             answer: Any
+            self.engine.cost_of_earlier_ms = self.engine.cost_of_last_ms = 0.0
             try:
                 answer = self._runner.run(step, callbacks=self)
             except EngineError as error:
@@ -895,7 +912,7 @@ class VirtualLink:
                 self.engine.reset()
             except EngineDied as death:
                 answer = death
-            self._free_at = began + self.engine.cost_of_last_ms / 1e3
+            self._free_at = began + (self.engine.cost_of_earlier_ms + self.engine.cost_of_last_ms) / 1e3
             if waits_until > -math.inf:
                 self._free_at = max(self._free_at, waits_until if ready is None else ready_at)
             if isinstance(answer, StepOutput):

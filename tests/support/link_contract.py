@@ -171,6 +171,18 @@ async def test_a_sequence_that_ends_in_a_step_of_several_passes_is_dropped(link,
     assert third.tokens == (*[DROPPED] * 4, *expected[1][5:9])
 
 
+async def test_passes_end_when_nobody_wants_them_any_more(link, prompts):
+    said = await alone(link, prompts[0], 60)
+    link.submit(Step((), [[prefill(0, prompts[0])]], 1))
+    link.submit(several([[0]], 50, 2, 1))
+    link.end_passes(2)
+    link.submit(Step((), [[0]], 3, 2))
+    _, output, after = await answers(link, 3)
+    n = output.n_passes
+    assert output.tokens == (*said[1 : 1 + n], *[DROPPED] * (50 - n))
+    assert after.tokens == (said[1 + n],)
+
+
 async def test_a_step_of_which_all_inputs_are_dropped_computes_nothing(link, prompts):
     expected = await alone(link, prompts[0], 1)
     link.submit(Step((), [[prefill(0, prompts[0], expected)]], 1))

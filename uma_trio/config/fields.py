@@ -635,8 +635,8 @@ class Scheduling:
     multi_step_ms: float = setting(
         3.0,
         "Multi-step decoding: a tick decodes as many tokens of each stream as this time has room for, if there is no "
-        "prefill. A small model on a fast device gets faster. A new request may have to wait for two such ticks. 0: always "
-        "one token.",
+        "prefill. A small model on a fast device gets faster. A request that comes ends such a tick after the token that "
+        "is computed. 0: always one token.",
         ge=0,
         le=1000,
     )

@@ -126,8 +126,10 @@ class StepRunner:
             return output
         ids = [[each.seq_id if isinstance(each, StepInput) else each for each in inputs] for inputs in step.calls]
         following: SubmittedStep = Step((), ids, step.number)
-        outputs = [output]
-        while len(outputs) < step.n_passes and any(map(self._continue, chain.from_iterable(ids))):
+        outputs, flags = [output], self._engine.interrupts
+        while len(outputs) < step.n_passes and not (flags is not None and flags.is_set(step.number)):
+            if not self._calls and not any(map(self._continue, chain.from_iterable(ids))):
+                break
             outputs.append(self._run_once(following, **options))
         return _joined(outputs, step.n_passes)
 
@@ -280,6 +282,7 @@ def _joined(outputs: Sequence[StepOutput], n_passes: int) -> StepOutput:
         decode_ms=sum([each.decode_ms for each in outputs]),
         sample_ms=sum([each.sample_ms for each in outputs]),
         copied_rows=sum([each.copied_rows for each in outputs]),
+        n_passes=len(outputs),
     )
 
 
@@ -410,7 +413,7 @@ class Worker:
             self._answer(Revoked(step.number))
             return
         decodes = _decodes(step)
-        self._n_alike = self._n_alike + 1 if decodes == self._last_decodes else 1
+        self._n_alike = (self._n_alike if decodes == self._last_decodes else 0) + step.n_passes
         self._last_decodes = decodes
         try:
             output = runner.run(step, callbacks=self)

@@ -378,7 +378,8 @@ class Step(msgspec.Struct, Generic[Input], array_like=True, tag="step"):
     n_passes: int = 1
     """How often the calls are computed, each time with the tokens of the time before (multi-step decoding).  If more than once,
     each input has one sample, and the step has no operation, grammar, late mask or draft.  The output has ``n_passes`` tokens
-    for each input, one after another, ``DROPPED`` after one that ends its sequence."""
+    for each input, one after another, ``DROPPED`` after one that ends its sequence.  A step whose flag (``Interrupts``) is set
+    ends after the pass that computes, or after its first one."""
     repeats: bool = False
     """Set by the worker: the calls are those of the step before, and each input goes on with the token that it got there.  So an
     engine may use what it has prepared for that step."""
@@ -544,6 +545,8 @@ class StepOutput(msgspec.Struct, array_like=True, tag="output"):
     """What the draft model did.  A sequence with drafts has one token for each of them besides its own."""
     verify_ms: float = 0.0
     """How much of ``copied_ms`` was waiting until a state was verified."""
+    n_passes: int = 1
+    """How many passes were computed.  The times are those of all of them."""
 
 
 class StepFailed(msgspec.Struct, array_like=True, tag="step_failed"):

@@ -81,7 +81,7 @@ class TickRecord(_Record, kw_only=True, tag="tick"):
     """KV cells from before this tick that each prompt token scanned."""
     decode_calls: Summed = 1
     n_passes: int = 1
-    """Tokens that each decoding sequence could get in the tick, draft tokens aside."""
+    """Forward passes in a row: tokens that each decoding sequence could get, draft tokens aside.  Other figures are sums."""
     draft_tokens: Summed = 0
     accepted_draft_tokens: Summed = 0
     model_draft_tokens: Summed = 0
@@ -139,6 +139,29 @@ class TickRecord(_Record, kw_only=True, tag="tick"):
     def end_s(self) -> float:
         return self.start_s + self.duration_ms / 1e3
 
+    def each_pass(self) -> list[TickRecord]:
+        """A tick for each pass, with its share of the figures."""
+        passes = self.n_passes
+        if passes == 1:
+            return [self]
+        shares = {name: getattr(self, name) / passes for name in SHARED if getattr(self, name)}
+        found = []
+        for n in range(passes):
+            counts = {
+                name: total * (n + 1) // passes - total * n // passes
+                for name in COUNTED
+                if (total := getattr(self, name))
+            }
+            start_s = self.start_s + n * self.duration_ms / passes / 1e3
+            found.append(msgspec.structs.replace(self, n_passes=1, start_s=start_s, **shares, **counts))
+        for each in found[1:]:
+            each.host_gap_ms, each.idle_ms = None if self.host_gap_ms is None else 0.0, None
+        return found
+
+
+SHARED: Final = ("predicted_ms", "decode_ms", "sample_ms", "bytes_moved")
+COUNTED: Final = ("tokens", "context_tokens", "decode_calls", "logits_rows", "copied_logits_rows")
+"""What the passes of a tick have together: sums, and counts."""
 
 SUMMED: Final = tuple([each.name for each in msgspec.structs.fields(TickRecord) if each.type == Summed])
 AVERAGED: Final = tuple(
@@ -307,7 +330,7 @@ def decode(*parts: bytes) -> list[Run]:
             if not runs or runs[-1].header != record:
                 runs.append(Run(header=record))
         elif isinstance(record, TickRecord):
-            runs[-1].ticks.append(record)
+            runs[-1].ticks += record.each_pass()
         elif isinstance(record, RequestRecord):
             runs[-1].requests.append(record)
         else:

@@ -53,16 +53,15 @@ class TickParts:
 
 def tick_parts(ticks: Sequence[TickRecord]) -> TickParts:
     """Divide ``decode_ms`` of ``ticks``, which called ``llama_decode``."""
-    decodes, tokens, passes = (column(ticks, name) for name in ("n_decodes", "prompt_tokens", "n_passes"))
-    calls = column(ticks, "decode_calls") / passes
+    decodes, tokens, calls = (column(ticks, name) for name in ("n_decodes", "prompt_tokens", "decode_calls"))
     decode_ms = np.maximum(0.0, column(ticks, "decode_ms"))
     is_mixed = (tokens > 0) & (decodes > 0)
     own_calls = is_mixed & (bool(is_mixed.any()) and calls[is_mixed].min() > 1)
     further = np.maximum(0.0, calls - 1 - own_calls)
     squares = np.array([sum(n * n for _, n in tick.prefill_chunks) for tick in ticks])
     work = np.column_stack([
-        passes * (1 + further),
-        passes * decodes + column(ticks, "draft_tokens"),
+        1 + further,
+        decodes + column(ticks, "draft_tokens"),
         column(ticks, "context_tokens"),
         tokens > 0,
         tokens,

@@ -246,6 +246,11 @@ class EngineLink:
         self._interrupts.set(number)
         self._send(Revoke(number))
 
+    def end_passes(self, number: int) -> None:
+        """Have step ``number`` end after the pass that computes, or after its first one."""
+        assert self._interrupts is not None
+        self._interrupts.set(number)
+
     def attach_masks(self, file: MaskFile) -> None:
         """Have the engine read late masks there; call it before each step that waits for masks."""
         if file is not self._masks:

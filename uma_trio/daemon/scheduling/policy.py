@@ -77,6 +77,11 @@ class Plan:
     """The draft model ends a draft when the probability that all of it is right falls below this: more would not pay."""
 
     @property
+    def pass_ms(self) -> float:
+        """Milliseconds of one pass."""
+        return self.predicted_ms / self.n_passes
+
+    @property
     def n_rows(self) -> int:
         """Rows of all passes."""
         return self.n_passes * self.work.decode_rows + self.work.prefill_tokens

@@ -88,9 +88,12 @@ class InFlightSteps:
         if self.ahead is not None and self.ahead.row_of(sequence) is not None:
             self._revoke(self.ahead)
 
-    def revoke_long_ahead(self) -> None:
-        """Revoke the step that runs ahead, if a new request would wait too long for it."""
-        if self.ahead is not None and self.ahead.plan.predicted_ms > MAX_DELAY_MS:
+    def shorten(self) -> None:
+        """Let a new request wait less: no step begins another pass, and a long one that runs ahead is revoked."""
+        for step in self:
+            if step.plan.n_passes > 1:
+                self._engine.link.end_passes(step.number)
+        if self.ahead is not None and self.ahead.plan.pass_ms > MAX_DELAY_MS:
             self._revoke(self.ahead)
 
     def interrupt(self) -> None:

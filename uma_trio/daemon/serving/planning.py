@@ -46,6 +46,10 @@ LONG_MASK_TIMEOUT_MS: Final = 1000.0
 """The same where that is impossible, because the memory cannot be truncated: then the sequence fails."""
 
 
+MIN_UNMATCHED: Final = 8
+"""Tokens without a draft of prompt lookup after which a step may have several passes: drafts come in runs."""
+
+
 class NoStep(enum.Enum):
     """Why there is no next step now."""
 
@@ -407,6 +411,9 @@ def _max_passes(sequence: Sequence, in_flight: InFlightStep | None) -> int:
     """How many tokens of ``sequence`` may be sampled in a row, after the step in flight, before the daemon must know them."""
     sampling = sequence.sampling
     if sampling.grammar is not None or sampling.params.is_adaptive or sequence.speculation.forced:
+        return 1
+    lookup = sequence.speculation.lookup
+    if lookup is not None and lookup.n_unmatched < MIN_UNMATCHED:
         return 1
     row = None if in_flight is None else in_flight.row_of(sequence)
     return sequence.n_free - (0 if row is None else row.n_samples)

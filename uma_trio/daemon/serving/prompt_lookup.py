@@ -35,6 +35,8 @@ class PromptLookup:
         """N-gram -> the position after its last occurrence.  The n-gram at the very end has none yet."""
         self._position = self._find()
         """Where the draft begins; ``None`` without a match."""
+        self._matched_at = 0
+        """Number of tokens when there was a match last; at first 0."""
 
     def draft(self, n: int) -> Sequence[int]:
         """Return at most ``n`` draft tokens.  A draft that reaches the end of the sequence starts over."""
@@ -43,12 +45,18 @@ class PromptLookup:
         found = self._tokens[self._position : self._position + n]
         return found if len(found) == n else (found * (n // len(found) + 1))[:n]
 
+    @property
+    def n_unmatched(self) -> int:
+        """Tokens since there was a draft."""
+        return 0 if self._position is not None else len(self._tokens) - self._matched_at
+
     def append(self, token: int) -> None:
         """Append the token that was really sampled, and update ``acceptance_rate``."""
         if self._position is not None:
             accepted = self._tokens[self._position] == token
             self.acceptance_rate += ACCEPTANCE_WEIGHT * (accepted - self.acceptance_rate)
             self._position = self._position + 1 if accepted else None
+            self._matched_at = len(self._tokens) + 1
         t = self._tokens
         if len(t) >= NGRAM_SIZE:
             self._index[t[-3], t[-2], t[-1]] = len(t)

@@ -306,9 +306,9 @@ class Scheduler:
     def wake(self) -> None:
         """Something has changed that the next plan should know: ends the wait for work.
 
-        A step that runs ahead was planned without knowing it.  A short one is let run.
+        A step that runs ahead was planned without knowing it.  A short one is let run, but no step begins another pass.
         """
-        self._steps.revoke_long_ahead()
+        self._steps.shorten()
         self.end_wait()
 
     def end_wait(self) -> None:
@@ -529,7 +529,8 @@ class Scheduler:
             self._embeddings.complete(planned.embedding, output)
         for each in step.rows:
             alone, shared = each.n_steps
-            each.n_steps = (alone + 1, shared) if len(step.rows) == 1 else (alone, shared + 1)
+            n = output.n_passes
+            each.n_steps = (alone + n, shared) if len(step.rows) == 1 else (alone, shared + n)
         self._energy.step({each: max(1, row.end - each.n_computed) for each, row in step.rows.items()}, now)
         new_tokens = complete_step(
             step,

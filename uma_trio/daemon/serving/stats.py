@@ -150,7 +150,7 @@ class Stats:
     def _computed(self, completed: CompletedStep) -> dict[str, Any]:
         """The fields of a ``TickRecord`` about what the step computed."""
         step, output, work, plan = completed.step, completed.output, completed.work, completed.step.plan
-        n = plan.n_passes
+        n = output.n_passes
         moved = estimate_bytes_moved(
             self._model_size,
             calls=n * work.n_calls,

@@ -203,8 +203,8 @@ class CompletedStep:
 
     @property
     def pass_ms(self) -> float:
-        """Its duration, divided by its forward passes."""
-        return self.duration_ms / self.step.plan.n_passes
+        """Its duration, divided by the forward passes that were computed."""
+        return self.duration_ms / self.output.n_passes
 
     @property
     def work(self) -> Work:
@@ -220,8 +220,7 @@ class CompletedStep:
     @property
     def is_outlier(self) -> bool:
         """It took much more or less time than predicted."""
-        predicted = self.step.plan.predicted_ms
-        drafted = self.output.drafted
+        predicted, drafted = self.step.plan.pass_ms * self.output.n_passes, self.output.drafted
         ms = self.duration_ms + (0.0 if drafted is None else drafted.ms)
         return abs(ms - predicted) > OUTLIER * predicted
 
