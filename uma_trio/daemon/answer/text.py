@@ -180,7 +180,7 @@ class TextAssembler:
     @property
     def has_ended(self) -> bool:
         """Whether nothing that follows is part of the answer."""
-        return self.matched is not None
+        return self._stop.matched is not None
 
     @property
     def in_reasoning(self) -> bool:
@@ -189,7 +189,7 @@ class TextAssembler:
 
     def feed(self, token: int, token_bytes: bytes) -> Split:
         """Append one token, and return what can be emitted now."""
-        if self.matched is not None:
+        if self._stop.matched is not None:
             return Split()
         return Split(text=self._stop.feed(self._decoder.decode(token_bytes)))
 

@@ -25,6 +25,10 @@ GAP_WEIGHT: Final = 0.05
 MAX_GAP_FACTOR: Final = 3.0
 """A gap counts as this many times the mean at most, so that a hiccup does not count for long."""
 
+LEARN_EVERY_MS: Final = 3.0
+"""Of steps with the same decodes and no prefill, one in so many milliseconds of steps is learned.  What a device takes does not
+change faster, and to learn from a step takes the daemon 0.04 ms."""
+
 OVERHEAD_MS: Final = 3.0
 """Fixed cost of loading a state, whatever its size."""
 
@@ -50,6 +54,10 @@ class StepTimings:
         """Mean time that the device waits between two steps."""
         self.attention = Attention()
         """What attention scans in the next step; ``StepPlanner`` keeps it up to date."""
+        self._last_shape = (0, 0)
+        """Calls and rows of the last step without prefill that was learned."""
+        self._skipped_ms = 0.0
+        """What steps took since then."""
         self._bytes_per_ms = dict(FIRST_BYTES_PER_MS)
         self._n_batch = n_batch
 
@@ -58,8 +66,20 @@ class StepTimings:
         self._others[before] = self.cost
         self.cost = self._others.get(now, self.cost)
 
-    def record_step(self, work: Work, ms: float) -> None:
-        """Learn from a step."""
+    def record_step(self, work: Work, ms: float, *, is_outlier: bool = True) -> None:
+        """Learn from a step.
+
+        Args:
+            is_outlier: it was predicted badly.
+        """
+        if not work.prefill_tokens:
+            shape = work.n_calls, work.decode_rows
+            is_compared = work.decode_rows in self.cost.call_times.trials
+            if shape == self._last_shape and not is_outlier and not is_compared:
+                self._skipped_ms += ms
+                if self._skipped_ms < LEARN_EVERY_MS:
+                    return
+            self._last_shape, self._skipped_ms = shape, 0.0
         self.cost = self.cost.observed(work, ms)
 
     def record_gap(self, ms: float) -> None:

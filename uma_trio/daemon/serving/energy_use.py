@@ -9,6 +9,7 @@ import attrs
 import structlog
 
 from uma_trio.daemon.serving.sequence import Sequence
+from uma_trio.daemon.serving.step import StepRow
 from uma_trio.processes.energy import EnergyMeter
 
 log = structlog.get_logger("uma_trio.serving")
@@ -46,12 +47,12 @@ class EnergyUse:
         self._read(now)
         self._rows.clear()
 
-    def step(self, rows: Mapping[Sequence, int], now: float) -> None:
-        """Note the rows that a step has computed of each sequence."""
+    def step(self, rows: Mapping[Sequence, StepRow], now: float) -> None:
+        """Note the rows that a step has computed of each sequence, before the sequences know of it."""
         if self._meter is None:
             return
-        for sequence, n in rows.items():
-            self._rows[sequence] = self._rows.get(sequence, 0) + n
+        for sequence, row in rows.items():
+            self._rows[sequence] = self._rows.get(sequence, 0) + max(1, row.end - sequence.n_computed)
         if now >= self._read_at + READ_EVERY_S:
             self.divide(now)
 

@@ -75,11 +75,11 @@ def _add_events(
         last = new.reason is not None and n == len(new.tokens)
         _add_token(events, sequence, token, score, token_to_bytes, last=last)
         assembler = sequence.text.assembler
-        if assembler.matched is not None:
-            sequence.cut_at_stop(new.n_before + n, token_to_bytes)
-            return "stop"
         if assembler.has_ended:
-            del sequence.tokens[new.n_before + n :]
+            if assembler.matched is not None:
+                sequence.cut_at_stop(new.n_before + n, token_to_bytes)
+            else:
+                del sequence.tokens[new.n_before + n :]
             return "stop"
     return new.reason
 

@@ -531,7 +531,7 @@ class Scheduler:
             alone, shared = each.n_steps
             n = output.n_passes
             each.n_steps = (alone + n, shared) if len(step.rows) == 1 else (alone, shared + n)
-        self._energy.step({each: max(1, row.end - each.n_computed) for each, row in step.rows.items()}, now)
+        self._energy.step(step.rows, now)
         new_tokens = complete_step(
             step,
             output,
@@ -559,7 +559,7 @@ class Scheduler:
         """Learn from the duration of a step: at once if the next plan should know, otherwise while that step computes."""
         step = completed.step
         if step.rows and not any(row.dropped for row in step.rows.values()):
-            self.timings.record_step(completed.work, completed.pass_ms)
+            self.timings.record_step(completed.work, completed.pass_ms, is_outlier=completed.is_outlier)
 
     def _undo_revoked(self, step: InFlightStep, *, began: bool) -> None:
         """``step`` was withdrawn; if it had begun, its KV operations are done."""

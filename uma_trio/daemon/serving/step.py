@@ -210,8 +210,7 @@ class CompletedStep:
     def work(self) -> Work:
         """What each forward pass computed: the draft model may have proposed fewer tokens than were planned."""
         work = self.step.plan.work
-        rows = [row for row in self.step.rows.values() if row.n_model_drafts]
-        if not rows:
+        if self.output.drafted is None or not any(row.n_model_drafts for row in self.step.rows.values()):
             return work
         n_rows = sum([row.n_samples for row in self.step.rows.values()])
         context = round(work.context_tokens * n_rows / max(1, work.decode_rows))
