@@ -128,6 +128,7 @@ def command(
     layout_choice.py         whether the daemon chooses the right layout
     stairs.py                ticks by their rows
     host_time.py             the engine's own CPU time for a step
+    tick_time.py             the daemon's own CPU time for a token
     gateway_time.py          the gateway's own CPU time for a token
     fit.py                   whether a model is still served while memory is taken away
     adapters.py              ticks with several LoRA adapters

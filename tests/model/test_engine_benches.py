@@ -113,6 +113,17 @@ def test_host_time(library, tmp_path):
     assert all(0 < float(row["gap_p50_us"]) < float(row["host_p50_us"]) for row in found)
 
 
+@pytest.mark.parametrize("options", [[], ["--calls"]])
+def test_tick_time(tmp_path, options):
+    out = tmp_path / "ticks.csv"
+    done = run("tick_time.py", "--streams", "1,3", "--step-ms", "5", "--ticks", 10, *options, "--csv", out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = rows(out)
+    assert [(row["streams"], float(row["tokens"])) for row in found] == [("1", 1.0), ("3", 3.0)]
+    name = "python_calls" if options else "cpu_p50_us"
+    assert all(float(row[name]) > 0 for row in found)
+
+
 def test_gateway_time(tmp_path):
     out = tmp_path / "gateway.csv"
     apis = "chat,completions,responses,messages,ollama,llama"

@@ -323,7 +323,7 @@ class FakeEngine:
         self.repeats = repeats
         self.steps: list[Step] = []
         self.cost_of_last_ms = self.cost_of_earlier_ms = 0.0
-        """Of the last pass, and of the passes before it."""
+        """Milliseconds of the last pass, and of the passes before it."""
         self.fail_next: EngineError | EngineDied | None = None
         """Raised by the next step that computes."""
         self.poison: int | None = None

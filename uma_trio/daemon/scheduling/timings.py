@@ -26,8 +26,8 @@ MAX_GAP_FACTOR: Final = 3.0
 """A gap counts as this many times the mean at most, so that a hiccup does not count for long."""
 
 LEARN_EVERY_MS: Final = 3.0
-"""Of steps with the same decodes and no prefill, one in so many milliseconds of steps is learned.  What a device takes does not
-change faster, and to learn from a step takes the daemon 0.04 ms."""
+"""Steps with the same decodes and no prefill are skipped until they have taken so long together, and then one is learned.  What a
+device takes does not change faster, and to learn from a step takes the daemon 0.04 ms."""
 
 OVERHEAD_MS: Final = 3.0
 """Fixed cost of loading a state, whatever its size."""
