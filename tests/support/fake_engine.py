@@ -867,6 +867,8 @@ class VirtualLink:
         if not self.reason:
             self.die("killed")
             self._answers.append((trio.current_time(), EngineDied("killed")))
+            self._wake.set()
+            self._wake = trio.Event()
 
     async def load(self, start: Start, on_progress: Any, go_on: Any, hang_timeout_s: float) -> bool:
         await trio.sleep(self._start_s)

@@ -397,6 +397,7 @@ class Scheduler:
         try:
             async with trio.open_nursery() as nursery:
                 await nursery.start(self.offloader.run)
+                nursery.start_soon(self._engine.watch)
                 task_status.started()
                 while True:
                     await self._tick()
