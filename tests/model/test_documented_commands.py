@@ -92,8 +92,8 @@ NEEDS_A_MODEL = {
 }
 """Questions that need a larger model: the documents say so."""
 
-NEEDS_A_PROGRAM = ("jq", "duckdb", "pandas")
-"""Programs and packages that a machine may lack; commands with a missing one are skipped."""
+NEEDS_A_PROGRAM = {"jq": "apt-get install jq", "duckdb": "https://duckdb.org/install", "pandas": "pip install pandas"}
+"""Programs and packages that a machine may lack, and how to get them; commands with a missing one are skipped."""
 
 LIVE = {
     r"uma-trio metrics --watch( --model .*)?": ("tokens/s", "q"),
@@ -213,9 +213,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (work / "file.txt").write_text("The capital of Italy is Rome.\n")
     programs = home / "bin"
     programs.mkdir()
-    (programs / "uma-trio").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m uma_trio "$@"\n')
-    (programs / "uma-trio").chmod(0o755)
-    (programs / "python").symlink_to(sys.executable)
+    for name, module in (("uma-trio", "-m uma_trio "), ("python", "")):  # a link would lack the packages of a venv
+        (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {module}"$@"\n')
+        (programs / name).chmod(0o755)
     return home
 
 
@@ -381,9 +381,9 @@ def test_it_runs(
     sessions: None,
     request: pytest.FixtureRequest,
 ) -> None:
-    for name in NEEDS_A_PROGRAM:
+    for name, how in NEEDS_A_PROGRAM.items():
         if re.search(rf"\b{name}\b", example.text) and not _is_installed(name):
-            pytest.skip(f"{name} is not installed")
+            pytest.skip(f"needs {name}: {how}")
     more: Mapping[str, str] = {}
     if "uma-trio run " in example.text:
         more = request.getfixturevalue("nobody_serves")

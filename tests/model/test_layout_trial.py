@@ -215,7 +215,8 @@ def test_the_daemon_logs_the_layout(library, tmp_path):
     for n in range(2):
         folder = tmp_path / str(n)
         folder.mkdir()
-        with real_daemon("--parallel", "2", "--ctx", "2048", folder=folder, environment=environment) as daemon:
+        flags = ("--parallel", "2", "--ctx", "2048", "--devices", "none")
+        with real_daemon(*flags, folder=folder, environment=environment) as daemon:
             daemon.logged("serving")
         lines = [json.loads(line) for line in daemon.logs().splitlines() if line.startswith("{")]
         logged += [line for line in lines if line["event"] == "layout of the KV cache"]

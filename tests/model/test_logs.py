@@ -66,7 +66,7 @@ def test_each_fact_at_the_start_and_each_answer_has_one_line(library, tmp_path):
 
 
 def test_at_level_warning_nothing_is_logged(library, tmp_path):
-    with real_daemon("--log-level", "warning", folder=tmp_path) as daemon:
+    with real_daemon("--log-level", "warning", "--devices", "none", folder=tmp_path) as daemon:
         daemon.ask(prompt="Hello", max_tokens=2)
         daemon.ask(prompt="Hello", max_tokens=10**6)
     assert daemon.logs() == ""
@@ -74,7 +74,7 @@ def test_at_level_warning_nothing_is_logged(library, tmp_path):
 
 def test_for_people_a_line_has_no_python_in_it(library, tmp_path):
     cache = tmp_path / "cache"  # so that the layouts of the KV cache are measured now
-    flags = ("--log-format", "human", "--layout-trial-s", "600")
+    flags = ("--log-format", "human", "--layout-trial-s", "600", "--devices", "none")  # most GPUs get one by rule
     with real_daemon(*flags, folder=tmp_path, environment={"XDG_CACHE_HOME": str(cache)}) as daemon:
         daemon.ask(prompt="Hello", max_tokens=2)
     lines = daemon.logs().splitlines()

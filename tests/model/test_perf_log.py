@@ -134,7 +134,7 @@ def test_two_starts_are_two_runs_and_the_report_shows_them(library, tmp_path):
 def test_a_log_that_cannot_be_written_is_one_warning(library, tmp_path):
     path = tmp_path / "letter.txt"
     path.write_text("Dear friend,")
-    with real_daemon("--perf-log", str(path), folder=tmp_path) as daemon:
+    with real_daemon("--perf-log", str(path), "--devices", "none", folder=tmp_path) as daemon:
         assert daemon.ask(prompt="Hello", max_tokens=5).reason == "length"
     warnings = [line for line in daemon.log_lines() if line["level"] == "warning"]
     assert [line["event"] for line in warnings] == ["there is no perf log; the daemon continues"]

@@ -35,6 +35,7 @@ def test_a_picture_is_a_recording(library, tmp_path, name, texts):
 @pytest.mark.skipif(find_chromium() is None, reason="needs Chromium: apt-get install chromium")
 @pytest.mark.parametrize("name", ["dashboard", "chat-page-phone"])
 def test_the_picture_of_a_page_is_small(library, tmp_path, name):
+    pytest.importorskip("playwright", reason="needs playwright: pip install playwright")
     command = [sys.executable, ROOT / "docs" / "pictures.py", name, "--out", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

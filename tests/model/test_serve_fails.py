@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import socket
 import subprocess
 import sys
@@ -262,3 +263,21 @@ def test_the_exit_code_of_the_program(tmp_path: Path) -> None:
     assert ended.returncode == 1
     assert ended.stdout == ""
     assert ended.stderr == f"uma-trio serve: {tmp_path} is a folder; give the path of a .gguf file\n"
+
+
+@pytest.mark.parametrize("n_files", [10, 20])
+def test_a_low_limit_on_open_files(n_files: int, tmp_path: Path) -> None:
+    """A few suffice to begin, some more to load the model."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "uma_trio", "serve"],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (n_files, n_files)),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 1
+    line = ended.stderr.splitlines()[-1]
+    assert re.search("^uma-trio serve: (cannot load .*: )?Too many open files; raise the limit on open files", line), (
+        line
+    )
+    assert "Traceback" not in ended.stderr

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+import structlog
+
 from tests.support.cases import all_cases
 from uma_trio.config import Model
+from uma_trio.daemon.engines.loaded import warn_without_gpu
 from uma_trio.engine_link.devices import (
     Device,
     DeviceMemory,
@@ -133,3 +137,12 @@ def test_memory_is_summed_up_by_device() -> None:
     assert str(DeviceMemory("CUDA0", 3 << 20, 2 << 20, 1 << 20)) == (
         "CUDA0 6 MiB (weights 3 MiB, KV cache 2 MiB, compute 1 MiB)"
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "warns"), [(Model(), True), (Model(devices=("none",)), False), (Model(gpu_layers=0), False)]
+)
+def test_a_gpu_that_nobody_wants_is_no_warning(settings: Model, warns: bool) -> None:
+    with structlog.testing.capture_logs() as logged:
+        warn_without_gpu(settings, Devices(backend="cpu", found=(CPU,), machine_gpu=NVIDIA))
+    assert [line["event"] for line in logged] == ["the model runs without a GPU"] * warns

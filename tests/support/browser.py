@@ -7,9 +7,12 @@ import random
 import shutil
 import threading
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import httpx
-from playwright.sync_api import Browser, Page, sync_playwright
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 NOT_SEEN = "--disable-features=WebUIOmniboxPopup,WebUIOmniboxAimPopup"
@@ -26,6 +29,8 @@ def find_chromium() -> str | None:
 @contextlib.contextmanager
 def opened_browser() -> Iterator[Browser]:
     """A browser.  Its microphone hears beeps."""
+    from playwright.sync_api import sync_playwright
+
     flags = ["--no-sandbox", NOT_SEEN, "--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"]
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=find_chromium(), args=flags)

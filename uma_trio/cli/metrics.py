@@ -172,7 +172,8 @@ class _Watch:
         from uma_trio.cli.metrics_view import N_SAMPLES
 
         self._socket, self._model = socket, model
-        self._is_gone = False
+        self._why_none = ""
+        """Why the last attempt had no snapshot; empty if it had one."""
         self.samples: deque[Sample] = deque(maxlen=N_SAMPLES)
         self.notice = ""
         """What happened to the daemon last, and when."""
@@ -191,16 +192,16 @@ class _Watch:
         except ClientError as error:
             if not self.samples:
                 raise
-            if not self._is_gone:
-                why = "the daemon is gone" if isinstance(error, NoServer | BrokenProtocol) else str(error)
+            why = "the daemon is gone" if isinstance(error, NoServer | BrokenProtocol) else str(error)
+            if why != self._why_none:  # a daemon that shuts down says so, and then it is gone
                 self.notice = f"{_clock()} {why}; the figures are those of before"
-            self._is_gone = True
+            self._why_none = why
             return False
         if self.samples and is_restart(self.samples[-1], sample):
             self.notice = f"{_clock()} the daemon was restarted"
-        elif self._is_gone:
+        elif self._why_none:
             self.notice = f"{_clock()} the daemon answers again"
-        self._is_gone = False
+        self._why_none = ""
         self.samples.append(sample)
         return True
 

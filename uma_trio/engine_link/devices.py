@@ -143,7 +143,7 @@ class Devices(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fix(self) -> str | None:
-        """How to use a GPU that stays unused though nobody asked for that; ``None`` if there is none."""
+        """How to use a GPU that the library does not find; ``None`` if there is none."""
         if any(device.is_gpu for device in self.found):
             return None
         if self.unused_plugins:

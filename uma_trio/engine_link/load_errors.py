@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ from uma_trio.errors import ErrorWithRemedy
 from uma_trio.models.gguf_header import REMEDY, GgufError
 
 GIVE_A_FILE: Final = "give the path of a .gguf file"
+OUT_OF_FILES: Final = (errno.EMFILE, errno.ENFILE)
+MORE_FILES: Final = "raise the limit on open files, such as with ulimit -n 4096"
 
 _FUNCTION: Final = re.compile(r"^(?:\w+: )+(?:error loading model(?: \w+)?: )?(?:\w+: )*")
 """What llama.cpp puts in front of a reason: the functions that the error has passed."""
@@ -49,7 +52,8 @@ def explained(path: Path) -> Iterator[None]:
     except PermissionError:
         raise ModelError(f"{path} may not be read", "run chmod u+r on it, or start the daemon as its owner") from None
     except OSError as error:
-        raise ModelError(f"cannot load {path}: {error.strerror or error}", GIVE_A_FILE) from error
+        remedy = MORE_FILES if error.errno in OUT_OF_FILES else GIVE_A_FILE
+        raise ModelError(f"cannot load {path}: {error.strerror or error}", remedy) from error
     except (GgufError, EngineError, EngineDied, LoadError) as error:
         reason, remedy = _explain(error, path)
         explanation = ModelError(f"cannot load {path}: {reason}", remedy)

@@ -15,6 +15,7 @@ import structlog
 import trio
 
 from uma_trio.config import Config, Limits, Model
+from uma_trio.config.lists import NO_DEVICES
 from uma_trio.daemon.engines.adapter_check import check_adapters
 from uma_trio.daemon.engines.calibrate import calibrate
 from uma_trio.daemon.engines.link import EngineLink, Launcher
@@ -339,11 +340,17 @@ async def _loaded(
 
 
 def _log_loaded(start: Start, ready: Ready, limits: Limits) -> None:
-    if ready.devices.fix is not None:
-        log.warning("the model runs without a GPU", device=str(ready.devices), fix=ready.devices.fix)
+    warn_without_gpu(start.settings, ready.devices)
     if start.purpose == "generate":
         _log_layout(ready.layout)
         _log_context(ready.info, limits)
+
+
+def warn_without_gpu(settings: Model, devices: Devices) -> None:
+    """Log how to use a GPU that stays unused, unless the settings want none."""
+    wants_none = NO_DEVICES in settings.devices or settings.gpu_layers == 0
+    if devices.fix is not None and not wants_none:
+        log.warning("the model runs without a GPU", device=str(devices), fix=devices.fix)
 
 
 def _log_context(info: ModelInfo, limits: Limits) -> None:
