@@ -1,10 +1,10 @@
 """Measure the daemon's own CPU time for a token, or how many functions it calls for one.
 
     python benches/tick_time.py
-    python benches/tick_time.py --streams 1,32 --step-ms 2 --calls
+    python benches/tick_time.py --streams 1,128 --pass-ms 2 --calls
 
 The scheduler serves streams whose engine is a process with nothing but random tokens, and whose clients only read.  The
-engine answers at once, and says that a forward pass took ``--step-ms``: the daemon plans as on such a device.  *tokens* are
+engine answers at once, and says that a forward pass took ``--pass-ms``: the daemon plans as on such a device.  *tokens* are
 those of a tick.  On a busy machine compare two versions in turns, by the tenth of the tokens that took least CPU time.
 The calls hardly depend on the machine.
 """
@@ -71,7 +71,7 @@ def received(sock: socket.socket) -> bytes:
         return b""
 
 
-def compute_nothing(sock: socket.socket, step_ms: float) -> None:
+def compute_nothing(sock: socket.socket, pass_ms: float) -> None:
     """Answer each step with random tokens."""
     rng, decoder = random.Random(0), Decoder("daemon")
     while data := received(sock):
@@ -82,7 +82,7 @@ def compute_nothing(sock: socket.socket, step_ms: float) -> None:
                     len(each.samples) if isinstance(each, StepInput) else 1 for call in step.calls for each in call
                 ]
                 tokens = tuple([rng.randrange(1, N_VOCAB) for _ in range(step.n_passes * sum(samples))])
-                ms = step.n_passes * step_ms * (1 + rng.gauss(0, NOISE))
+                ms = step.n_passes * pass_ms * (1 + rng.gauss(0, NOISE))
                 output = StepOutput(tokens, step.number, ms, started_s=began_s, ended_s=time.perf_counter())
                 output.n_passes = step.n_passes
                 sock.sendall(encode(output))
@@ -129,7 +129,7 @@ class NoProcess:
         return {}
 
 
-def engine_of(n_streams: int, step_ms: float) -> SupervisedEngine:
+def engine_of(n_streams: int, pass_ms: float) -> SupervisedEngine:
     """An engine with room for ``n_streams``."""
     n_ctx = n_streams * (MAX_TOKENS + 100)
     info = ModelInfo(
@@ -147,7 +147,7 @@ def engine_of(n_streams: int, step_ms: float) -> SupervisedEngine:
         unified=False,
     )
     ours, theirs = socket.socketpair()
-    in_a_process(compute_nothing, [theirs], [ours], theirs, step_ms)
+    in_a_process(compute_nothing, [theirs], [ours], theirs, pass_ms)
     link = EngineLink(ours, NoProcess())
     link.ready = Ready(info, LayoutReport("none", "none"), Devices(backend="none", found=()), "", "")
     link._attach_interrupts()
@@ -179,10 +179,10 @@ class Figures:
     """For all tokens; none if they are not counted."""
 
 
-async def measured(n_streams: int, step_ms: float, n_ticks: int, counts: bool) -> Figures:
+async def measured(n_streams: int, pass_ms: float, n_ticks: int, counts: bool) -> Figures:
     """What ``n_ticks`` ticks of ``n_streams`` take."""
     settings = config.load(flags={"parallel": n_streams, "max_tokens": MAX_TOKENS})
-    scheduler = Scheduler(engine_of(n_streams, step_ms), lambda token: b" %d" % token, settings)
+    scheduler = Scheduler(engine_of(n_streams, pass_ms), lambda token: b" %d" % token, settings)
     pairs = [socket.socketpair() for _ in range(n_streams)]
     ours, theirs = [first for first, _ in pairs], [second for _, second in pairs]
     in_a_process(read_all, theirs, ours, theirs)
@@ -225,25 +225,26 @@ async def measured(n_streams: int, step_ms: float, n_ticks: int, counts: bool) -
 
 @bench()
 @click.option("--streams", default="1,8,32", help="Numbers of streams.")
-@click.option("--step-ms", type=float, default=0.6, help="What a forward pass takes.")
+@click.option("--pass-ms", "passes", default="0.6,9", help="What a forward pass takes, one or several.")
 @click.option("--ticks", type=click.IntRange(10), default=1000, help="Ticks that count.")
 @click.option("--calls", "counts", is_flag=True, help="Count function calls instead of time.")
 @csv_option("the figures")
-def main(streams: str, step_ms: float, ticks: int, counts: bool, csv_file: Path | None) -> None:
+def main(streams: str, passes: str, ticks: int, counts: bool, csv_file: Path | None) -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
     for line in machine():
         click.echo(line)
-    names = ["streams", "tokens"]
+    names = ["pass_ms", "streams", "tokens"]
     names += ["python_calls", "c_calls"] if counts else ["cpu_p10_us", "cpu_p50_us"]
     file, rows = RunsFile(csv_file, names), []
-    for n_streams in numbers(streams, "--streams"):
-        found = trio.run(measured, n_streams, step_ms, ticks, counts)
-        figures = [n / found.n_tokens for n in (found.calls.n_python, found.calls.n_c)]
-        if not counts:
-            figures = [percentile(found.token_us, at) for at in (10, 50)]
-        tokens = found.n_tokens / found.n_ticks
-        file.add(n_streams, round(tokens, 2), *figures)
-        rows.append([str(n_streams), cell(tokens, 1), *[cell(each, 1) for each in figures]])
+    for pass_ms in map(float, passes.split(",")):
+        for n_streams in numbers(streams, "--streams"):
+            found = trio.run(measured, n_streams, pass_ms, ticks, counts)
+            figures = [n / found.n_tokens for n in (found.calls.n_python, found.calls.n_c)]
+            if not counts:
+                figures = [percentile(found.token_us, at) for at in (10, 50)]
+            tokens = found.n_tokens / found.n_ticks
+            file.add(pass_ms, n_streams, round(tokens, 2), *figures)
+            rows.append([f"{pass_ms:g}", str(n_streams), cell(tokens, 1), *[cell(each, 1) for each in figures]])
     click.echo(table([name.replace("_", " ") for name in names], rows))
 
 

@@ -116,7 +116,7 @@ def test_host_time(library, tmp_path):
 @pytest.mark.parametrize("options", [[], ["--calls"]])
 def test_tick_time(tmp_path, options):
     out = tmp_path / "ticks.csv"
-    done = run("tick_time.py", "--streams", "1,3", "--step-ms", "5", "--ticks", 10, *options, "--csv", out)
+    done = run("tick_time.py", "--streams", "1,3", "--pass-ms", "5", "--ticks", 10, *options, "--csv", out)
     assert done.returncode == 0, done.stdout + done.stderr
     found = rows(out)
     assert [(row["streams"], float(row["tokens"])) for row in found] == [("1", 1.0), ("3", 3.0)]
