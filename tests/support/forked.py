@@ -4,7 +4,8 @@
 
 A server, which has no threads, forks for this process.  The process between the server and the command ends at once, and
 this process adopts the command, so it is its parent as always.  A daemon has a server of its own, which forks before the
-daemon has threads: for its engines, gateways and runtimes of controllers.
+daemon has threads: for its engines, gateways, runtimes of controllers, and the processes for templates and grammars.  So
+has a runtime of controllers, for its compilers.
 
 A daemon learns what ticks cost from its ticks: it measures nothing before the first client comes, which takes longer than
 most tests.  Its gateway has no standby without ``WITH_STANDBY`` in the environment.  The controllers that come with
@@ -47,14 +48,16 @@ UMA_TRIO: Final = (sys.executable, "-m", "uma_trio")
 TEMPLATE_WORKER: Final = "uma_trio.daemon.prompts.template_worker"
 """Starts by its path."""
 FORKED: Final = {
-    "uma_trio": "run",
-    **dict.fromkeys((f"uma_trio.{name}" for name in ("engine", "gateway", "grammar")), "main"),
-    TEMPLATE_WORKER: "main",
+    "uma_trio": ("uma_trio.__main__", "run"),
+    **{
+        f"uma_trio.{name}": (f"uma_trio.{name}.__main__", "main")
+        for name in ("encoder", "engine", "gateway", "grammar")
+    },
+    **{name: (name, "main") for name in (TEMPLATE_WORKER, "uma_trio.aici.runtime.compiler")},
 }
-"""What may start in a fork, and the functions that are their ``__main__``."""
+"""What may start in a fork: by the module of the command, the module and the function that run."""
 PRELOADED: Final = (
-    *(f"uma_trio.{name}.__main__" for name in ("engine", "gateway", "grammar")),
-    TEMPLATE_WORKER,
+    *(module for module, _ in FORKED.values()),
     *(f"uma_trio.aici.runtime.{name}" for name in ("command", "server")),
     *(f"uma_trio.cli.{name}" for name in ("aicirt", "ask", "chat", "chat_loop", "controllers", "keys", "metrics")),
     "uma_trio.cli.metrics_view",
@@ -294,15 +297,18 @@ def _become(
     os.environ.update(environment)
     os.chdir(folder)
     name, arguments = _module_of(command)
-    module = importlib.import_module(name if name == TEMPLATE_WORKER else f"{name}.__main__")
+    found, function = FORKED[name]
+    module = importlib.import_module(found)
     sys.argv = [str(module.__file__), *arguments]
     if arguments[:1] == ["serve"]:
         return _server.fork_server() or _daemon
     if arguments[:1] == [SERVE_PROGRAMS]:
         return serve_programs
-    if arguments[:1] == ["aicirt"] and not WITH_COMPILER.items() <= environment.items():
-        _compile_once()
-    run: Run = getattr(module, FORKED[name])
+    if arguments[:1] == ["aicirt"]:
+        if not WITH_COMPILER.items() <= environment.items():
+            _compile_once()
+        return _server.fork_server() or _runtime
+    run: Run = getattr(module, function)
     return run
 
 
@@ -325,6 +331,13 @@ def _daemon() -> None:
     defaults["budget_s"] = 0.0
     if not WITH_STANDBY.items() <= os.environ.items():
         gateway_process.FIRST_STANDBY_S = math.inf  # type: ignore[misc]
+    subprocess.Popen = Forked  # type: ignore[misc]
+    run()
+
+
+def _runtime() -> None:
+    from uma_trio.__main__ import run
+
     subprocess.Popen = Forked  # type: ignore[misc]
     run()
 

@@ -45,6 +45,6 @@ def _compiler_of(pid: int) -> psutil.Process | None:
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process(pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                if "uma_trio.aici.runtime.compiler" in child.cmdline() and child.num_threads() > 1:
+                if "uma_trio.aici.runtime.compiler" in " ".join(child.cmdline()) and child.num_threads() > 1:
                     return child
     return None

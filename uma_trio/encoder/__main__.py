@@ -143,6 +143,11 @@ def _send(answer: Mapping[str, Any]) -> None:
     sys.stdout.flush()
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Serve the daemon at the other end of stdin and stdout."""
     logging.getLogger("llama_abi").setLevel(logging.ERROR)
     _serve()
+
+
+if __name__ == "__main__":
+    main()
