@@ -36,8 +36,8 @@ def open_engine(library):
 
 @pytest.fixture
 def drafting(open_engine):
-    """The embedded model is its own draft model."""
-    return lambda: open_engine(ctx=1024)
+    """The embedded model is its own draft model.  Flash attention computes the rows of a step as it computes each alone."""
+    return lambda: open_engine(ctx=1024, kv_unified="off", flash_attn="on")
 
 
 @pytest.fixture(scope="module")
