@@ -469,13 +469,13 @@ async def test_an_engine_that_cannot_be_started_ends_no_detached_answer(autojump
 async def test_ended_answers_make_room_for_new_ones(autojump_clock: object, tmp_path: Path) -> None:
     with folder(tmp_path) as kept:
         async with serving(answers=kept, detached_max_mb=1) as harness:
-            for n in range(30):
+            for n in range(16):
                 async with harness.client() as client:
                     await client.detach(id=str(n), client_state="x" * 100_000, **ASK)
                 await attached(harness, str(n))
             async with harness.client() as client:
                 left = [each.answer_id for each in await client.answers()]
-            assert left == [str(n) for n in range(29, 29 - len(left), -1)], "the oldest go first"
+            assert left == [str(n) for n in range(15, 15 - len(left), -1)], "the oldest go first"
             assert 5 <= len(left) <= 10
             assert len(kept.load()) == len(left)
 

@@ -12,10 +12,10 @@ import trio
 
 from tests.loop.test_scheduling import running
 from tests.support.fake_engine import FakeEngine
-from tests.support.profile import thorough
+from tests.support.profile import amount, thorough
 from uma_trio import errors
 
-CLIENTS, ROOM, TOKENS = 500, 32, 20
+CLIENTS, ROOM, TOKENS = amount(quick=250, thorough=500), 32, 20
 
 
 def exactly(ms: float) -> float:

@@ -174,7 +174,7 @@ async def test_a_crash_next_to_a_copy_changes_no_text(autojump_clock, after_s) -
 async def test_those_that_lost_their_places_go_before_later_requests_of_their_principal(autojump_clock) -> None:
     """So a principal has no more copies than it had places."""
     async with asking(slow(2, 100_000)) as harness:
-        greedy = [harness.ask(long_prompt(2000, n), 60, principal="greedy", cache_prompt=False) for n in range(8)]
+        greedy = [harness.ask(long_prompt(2000, n), 60, principal="greedy", cache_prompt=False) for n in range(5)]
         await trio.sleep(0.5)
         while not all(each.sequence.done.is_set() for each in greedy):
             await visit(harness)

@@ -64,7 +64,7 @@ async def test_two_principals_that_want_all_places_have_half_of_them_each(autoju
 async def test_more_principals_than_places_take_turns(autojump_clock) -> None:
     """Each goes on within a few turns, and the time for computing tokens again stays below half."""
     async with asking(FakeEngine(n_seq_max=2, n_ctx=100_000)) as harness:
-        clients = [harness.ask([n], 800, principal=f"tenant {n}") for n in range(5)]
+        clients = [harness.ask([n], 500, principal=f"tenant {n}") for n in range(5)]
         for client in clients:
             assert await client.reached() < 3
         await harness.ended(*clients)

@@ -13,7 +13,7 @@ BENCH = Path(uma_trio.__file__).parent.parent / "benches/policy_sim.py"
 def test_a_small_run_prints_both_policies_and_writes_csv(tmp_path: Path) -> None:
     file = tmp_path / "policy.csv"
     ran = subprocess.run(
-        [sys.executable, BENCH, "--requests", "60", "--csv", file],
+        [sys.executable, BENCH, "--requests", "24", "--csv", file],
         capture_output=True,
         text=True,
         timeout=60,
@@ -29,7 +29,7 @@ def test_a_small_run_prints_both_policies_and_writes_csv(tmp_path: Path) -> None
         for device in ("cpu", "gpu", "wide", "h100", "h200", "tiles")
         for policy in ("uma-trio", "fill the batch")
     }
-    assert sum(int(row["requests"]) for row in rows) == 60 * 12
+    assert sum(int(row["requests"]) for row in rows) == 24 * 12
 
 
 def test_a_burst_of_prompts_is_served_soon_and_no_stream_freezes(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_router_that_keeps_conversations_together_saves_prefill() -> None:
             "--workers",
             "1,3",
             "--minutes",
-            "0.5",
+            "0.25",
             "--policy",
             policies,
         ],

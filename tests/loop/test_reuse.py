@@ -456,7 +456,7 @@ async def test_many_conversations_in_a_cache_for_a_few(autojump_clock, unified, 
     model = engine(unified, n_ctx=3000 if unified else 6000, n_seq_max=6, can_truncate=can_truncate, checkpoints=0)
     system = SHARED[:200]
     ends: dict[str, int] = {}
-    n_conversations = amount(quick=80, thorough=200)
+    n_conversations = amount(quick=50, thorough=200)
 
     async with asking(model, max_queue=300) as harness:
 

@@ -16,6 +16,7 @@ import pytest
 import trio
 
 from tests.support.fake_engine import FakeEngine, expected_continuation
+from tests.support.profile import amount
 from tests.support.serving import Serving, remembering, serving
 from tests.support.state_files import at_once
 from uma_trio.client import Eos, PrefillProgress, ServerError, Token, Transcript
@@ -863,7 +864,7 @@ async def test_a_chat_with_n_keep_does_not_grow(autojump_clock, tmp_path):
         ):
             system = {"role": "system", "content": "be brief"}
             shown, sizes, n_messages, dropped = [], [], [], 0
-            for n in range(120):
+            for n in range(n_turns := amount(quick=70, thorough=120)):
                 new = [{"role": "user", "content": f"what is {n}?"}]
                 eos = await client.complete(
                     messages=[system, *new] if n == 0 else new,
@@ -886,7 +887,7 @@ async def test_a_chat_with_n_keep_does_not_grow(autojump_clock, tmp_path):
             assert 5 < max(n_messages) < 40
             assert 4 < dropped < 40, "in large steps, so most turns compute only new tokens"
             assert max(sizes) <= SPARE_BYTES
-            assert eos.session.turns == 120
+            assert eos.session.turns == n_turns
         found = after_a_crash(tmp_path, tmp_path / "copy")["a"]
         assert len(found.messages) == n_messages[-1]
     with remembering(tmp_path) as storage:

@@ -14,7 +14,7 @@ from uma_trio.client import ServerError
 from uma_trio.daemon.doors import connection
 from uma_trio.telemetry.perf_records import MAX_RECENT, RecentRecords, TickRecord
 
-N_TOKENS = amount(quick=6000, thorough=20_000)
+N_TOKENS = amount(quick=3000, thorough=20_000)
 
 
 @pytest.mark.parametrize("encoding", ["json", "cbor"])

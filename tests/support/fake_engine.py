@@ -130,13 +130,13 @@ class SequenceContent:
         return self._adapters
 
     def read(self, tokens: Iterable[int], adapters: int = 0) -> None:
-        digest = self._digests[-1]
-        for token in tokens:
-            digest = (digest * 31 + int(token) + 7 + adapters) % 99991
-            self._tokens.append(int(token))
-            self._adapters.append(adapters)
-            self._digests.append(digest)
-            self._cells.append(object())
+        read = list(map(int, tokens))
+        digest, added, digests = self._digests[-1], 7 + adapters, self._digests
+        for token in read:
+            digests.append(digest := (digest * 31 + token + added) % 99991)
+        self._tokens += read
+        self._adapters += [adapters] * len(read)
+        self._cells += [object() for _ in read]
 
     def digest(self, length: int) -> int:
         """The digest of the first ``length`` tokens."""
