@@ -83,7 +83,7 @@ class Found:
     next_ms: Sequence[float]
     """From the cancel to the first token of the next request."""
     free_p50_ms: float | None
-    """From the cancel until the KV cells were free."""
+    """From the cancel until the KV cells could be given to others."""
     free_max_ms: float | None
 
 
@@ -240,7 +240,7 @@ def main(csv_file: Path | None, **options: Any) -> None:
     its connection. SERVE_FLAGS after -- go to `uma-trio serve`.
 
     \b
-    KV free            from the cancel until its KV cells are free, by the server's clock (uma-trio only)
+    KV free            from the cancel until its KV cells can be given to others, by the server's clock (uma-trio only)
     next first token   from the cancel to the first token of the waiting request, by the client's clock
     idle               TTFT of that request on an idle server; the difference is the cost of the cancel
 

@@ -94,7 +94,7 @@ class Planning:
 
     def submitted(self, planned: PlannedStep, behind: InFlightStep | None = None) -> InFlightStep:
         self.n_steps += 1
-        step, _ = build_step(planned, self.n_steps, (), in_flight=behind)
+        step, _ = build_step(planned, self.n_steps, in_flight=behind)
         return step
 
     def complete(self, step: InFlightStep) -> None:
@@ -146,7 +146,7 @@ async def test_streams_go_on_in_a_step_that_runs_ahead(planning):
     assert [ahead.sequences[view.seq_id] for view in ahead.plan.decodes] == streams
     n_passes = step.plan.n_passes
     assert [view.n_context for view in ahead.plan.decodes] == [5 + n_passes] * 3, "what the step in flight computes"
-    [call] = build_step(ahead, 99, (), in_flight=step)[1].calls
+    [call] = build_step(ahead, 99, in_flight=step)[1].calls
     assert not any(isinstance(each, StepInput) for each in call), "their tokens are not known yet"
 
 
@@ -259,7 +259,7 @@ async def test_a_prompt_goes_on_next_to_streams_in_a_step_that_runs_ahead(planni
         ahead = found.planner.step_ahead(step)
         assert [ahead.sequences[view.seq_id] for view in ahead.plan.decodes] == streams
         [chunk] = ahead.plan.chunks
-        behind, message = build_step(ahead, 100 + len(ends), (), in_flight=step)
+        behind, message = build_step(ahead, 100 + len(ends), in_flight=step)
         [*continued, prefill] = [each for call in message.calls for each in call]
         assert not any(isinstance(each, StepInput) for each in continued), "their tokens are not known yet"
         assert prefill.position == ends[-1], "behind what is being computed"

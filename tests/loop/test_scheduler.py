@@ -174,6 +174,7 @@ async def test_a_cancelled_sequence_is_freed_within_one_step(autojump_clock):
         began = trio.current_time()
         await harness.scheduler.wait_idle()
         assert trio.current_time() - began <= 0.1
+        assert 0 < harness.scheduler.snapshot()["cancel_to_free_max_ms"] <= 100
         await harness.clean()
 
 

@@ -205,8 +205,8 @@ GROUPS: Final[Mapping[str, tuple[Metric, ...]]] = {
             "Moving average of the inter-token latency of each running request, by request id. The latest token has a "
             "weight of one fifth.", label="id"),
         figure("cancel_to_free_p50_ms", "ms", "last 4096",
-            "Median time from a cancel (event, closed socket, timeout, shutdown) until the request's part of the KV "
-            "cache was free."),
+            "Median time from a cancel (event, closed socket, timeout, shutdown) until the request's cells of the KV "
+            "cache could be given to others: 0 if no tick computed it."),
         figure("cancel_to_free_max_ms", "ms", "last 4096", "The longest. More than the duration of one tick is a bug."),
     ),
     "Histograms": (

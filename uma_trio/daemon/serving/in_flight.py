@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import abc
 from collections.abc import Iterator
 from typing import Final
 
@@ -34,8 +33,6 @@ class InFlightSteps:
         """The step that runs ahead of it; it may have been revoked."""
         self.lost_time = LostTime()
         self._n_steps = 0
-        self._freed: list[Sequence] = []
-        """Cancelled sequences whose tokens leave the KV cache with the next step."""
 
     def __iter__(self) -> Iterator[InFlightStep]:
         """The steps in their order."""
@@ -43,9 +40,8 @@ class InFlightSteps:
 
     def add(self, planned: PlannedStep) -> tuple[InFlightStep, SubmittedStep]:
         """The step that is planned, and the message that must be sent to the engine at once."""
-        freed, self._freed = self._freed, []
         self._n_steps += 1
-        step, message = build_step(planned, self._n_steps, freed, in_flight=self.begun)
+        step, message = build_step(planned, self._n_steps, in_flight=self.begun)
         if self.begun is None:
             self.begun = step
         else:
@@ -59,22 +55,11 @@ class InFlightSteps:
         if self.begun is not None:
             self.begun.began_at = now
 
-    def lost(self) -> tuple[list[InFlightStep], abc.Sequence[Sequence]]:
-        """The engine has died: returns the steps that were in flight, and the sequences that no step has freed yet."""
-        steps, freed = [*self], self._freed
+    def lost(self) -> list[InFlightStep]:
+        """The engine has died: returns the steps that were in flight."""
+        steps = [*self]
         self.begun = self.ahead = None
-        self._freed = []
-        return steps, freed
-
-    # -- cancelled sequences --------------------------------------------------------------------
-
-    def free(self, sequence: Sequence) -> None:
-        """Note that the tokens of ``sequence``, which was cancelled, leave the KV cache with the next step."""
-        self._freed.append(sequence)
-
-    def free_later(self, step: InFlightStep) -> None:
-        """``step`` was revoked: what it would have freed leaves the KV cache with the next step."""
-        self._freed[:0] = step.freed
+        return steps
 
     # -- steps that are withdrawn ---------------------------------------------------------------
 

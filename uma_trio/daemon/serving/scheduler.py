@@ -571,10 +571,7 @@ class Scheduler:
         if began:
             self._steps.lost_time.interrupted(1e3 * (now - step.began_at))
             self.telemetry.interrupted_steps_total += 1
-            self._stats.record_freed(step.freed, step.began_at)
             self._stats.end_of_work()
-        else:
-            self._steps.free_later(step)
         self._release_finished(step)
 
     def _release_finished(self, step: InFlightStep) -> None:
@@ -687,8 +684,9 @@ class Scheduler:
 
     def _release(self, sequence: Sequence, *, keep: bool) -> None:
         self._running.release(sequence, keep=keep)
-        if sequence.times.cancelled_at is not None and not keep:
-            self._steps.free(sequence)
+        cancelled_at = sequence.times.cancelled_at
+        if cancelled_at is not None and not keep:
+            self.telemetry.cancel_to_free_ms.add(1e3 * (trio.current_time() - cancelled_at))
 
     # -- waiting, for the engine and for work ---------------------------------------------------
 
@@ -715,7 +713,7 @@ class Scheduler:
         The sequences of the fatal step are retried in halves, until the one that kills the engine is alone.
         """
         suspects: dict[Sequence, int] = {}
-        steps, freed = self._steps.lost()
+        steps = self._steps.lost()
         for step in steps:
             if step.planned.transfer is not None:
                 self.offloader.complete(step.planned.transfer, None)
@@ -731,8 +729,6 @@ class Scheduler:
         if self.on_step is not None:
             self.on_step()
         self._controllers.steps_lost()
-        freed = [*freed, *chain.from_iterable([step.freed for step in steps])]
-        self._stats.record_freed(freed, trio.current_time())
         self._stats.end_of_work()
         culprit = self._planner.bisection.crashed(suspects)
         if culprit is not None:

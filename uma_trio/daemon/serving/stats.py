@@ -124,7 +124,6 @@ class Stats:
             Milliseconds that the device waited for it; ``None`` if there was nothing to compute before.
         """
         step, output = completed.step, completed.output
-        self.record_freed(step.freed, step.began_at)
         if not (step.rows or output.embedding_ms or output.copied_ms):
             return None
         gap_ms = None if self._last_ended_s is None else 1e3 * (output.started_s - self._last_ended_s)
@@ -202,12 +201,6 @@ class Stats:
             )
             counts.prompt_tokens_total += len(sequence.prompt.tokens) - sequence.n_cached
             counts.cached_tokens_total += sequence.n_cached
-
-    def record_freed(self, sequences: Iterable[Sequence], at: float) -> None:
-        """``sequences``, which were cancelled, have left the KV cache at ``at``, the beginning of a step."""
-        for sequence in sequences:
-            if sequence.times.cancelled_at is not None:
-                self.telemetry.cancel_to_free_ms.add(1e3 * (at - sequence.times.cancelled_at))
 
     def record_end(self, sequence: Sequence, reason: FinishReason | UmaError, at: float) -> None:
         """Count an answer that has ended."""

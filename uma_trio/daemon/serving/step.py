@@ -131,8 +131,6 @@ class InFlightStep:
     planned: PlannedStep
     rows: Mapping[Sequence, StepRow]
     """In the order of the step's inputs."""
-    freed: abc.Sequence[Sequence]
-    """Cancelled sequences whose tokens leave the KV cache with this step."""
     runs_ahead: bool = False
     revoked: bool = False
     """The engine was asked not to begin it."""
@@ -225,12 +223,11 @@ class CompletedStep:
 
 
 def build_step(
-    planned: PlannedStep, number: int, freed: abc.Sequence[Sequence], *, in_flight: InFlightStep | None = None
+    planned: PlannedStep, number: int, *, in_flight: InFlightStep | None = None
 ) -> tuple[InFlightStep, SubmittedStep]:
     """The step that was planned: what the daemon remembers of it, and what the engine gets.
 
     Args:
-        freed: cancelled sequences whose tokens leave the KV cache with it.
         in_flight: the step in flight that it runs ahead of.
     """
     plan = planned.plan
@@ -275,7 +272,7 @@ def build_step(
     if planned.draft_inputs:
         step.drafts, step.min_draft_probability = planned.draft_inputs, plan.min_draft_probability
     by_sequence = {row.sequence: row for call in calls for row in call.rows}
-    return InFlightStep(number, planned, by_sequence, freed, runs_ahead=in_flight is not None), step
+    return InFlightStep(number, planned, by_sequence, runs_ahead=in_flight is not None), step
 
 
 @attrs.define
