@@ -19,7 +19,7 @@ from uma_trio.client import Client, Eos, Failure
 from uma_trio.daemon.doors import connection
 from uma_trio.principal import Principal
 from uma_trio.protocol import sealed_memory
-from uma_trio.protocol.chat import MAX_PICTURE_BYTES
+from uma_trio.protocol.chat import MAX_MEDIA_BYTES
 from uma_trio.protocol.codec import ClientCodec
 from uma_trio.protocol.framing import HEADER_BYTES
 from uma_trio.protocol.passed_files import LEAST_BYTES
@@ -130,9 +130,9 @@ UNSEALED = "E_PROTO_BAD_REQUEST: a descriptor has to be of memory that is sealed
         (SMALL * 2, [NAMED], "descriptors that no part of the message names: 1"),
         (SMALL * 2, [], "descriptors that no part of the message names: 2"),
         (SMALL * 65, [NAMED] * 65, "at most 64 come with a message"),
-        ([lambda: sealed(MAX_PICTURE_BYTES)] * 2, [NAMED] * 2, "length"),
-        ([*[lambda: sealed(MAX_PICTURE_BYTES)] * 2, *SMALL], [NAMED] * 3, "the descriptors of a message have 67108869"),
-        ([lambda: sealed(MAX_PICTURE_BYTES + 1)], [NAMED], "E_PROTO_FRAME_TOO_LARGE"),
+        ([lambda: sealed(MAX_MEDIA_BYTES)] * 2, [NAMED] * 2, "length"),
+        ([*[lambda: sealed(MAX_MEDIA_BYTES)] * 2, *SMALL], [NAMED] * 3, "the descriptors of a message have 67108869"),
+        ([lambda: sealed(MAX_MEDIA_BYTES + 1)], [NAMED], "E_PROTO_FRAME_TOO_LARGE"),
         ([lambda: sealed(1 << 40)], [NAMED], "E_PROTO_FRAME_TOO_LARGE"),
         ([sealed_memory._new], [NAMED], UNSEALED),
         ([lambda: of_file(os.O_RDONLY)], [NAMED], UNSEALED),

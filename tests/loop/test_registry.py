@@ -119,12 +119,16 @@ class FakeOpener:
 
     @contextlib.asynccontextmanager
     async def open(
-        self, spec: ModelSpec, room_bytes: int, on_progress: Callable[[float], None], go_on: Callable[[], bool]
+        self,
+        spec: ModelSpec,
+        room_bytes: int,
+        on_progress: Callable[[float], None],
+        should_continue: Callable[[], bool],
     ) -> AsyncIterator[Opened | None]:
         self.rooms[spec.name] = room_bytes
         for step in range(1, 5):
             await trio.sleep(LOAD_S / 4)
-            if not go_on():
+            if not should_continue():
                 yield None
                 return
             on_progress(step / 4)

@@ -92,7 +92,7 @@ async def test_adapters_have_passes_of_their_own(autojump_clock):
 async def test_loading_can_be_given_up(autojump_clock):
     engine = shader_engine(n_ctx=2048)
     answers = iter([True, True, False])
-    assert not await warm_up(VirtualLink(engine), go_on=lambda: next(answers))
+    assert not await warm_up(VirtualLink(engine), should_continue=lambda: next(answers))
     assert len(calls_of(engine)) == 4, "a chunk and decodes for each of two numbers of rows"
 
 

@@ -187,7 +187,7 @@ async def test_no_descriptor_and_no_process_is_left(nursery, library):
 async def test_a_process_that_was_started_before_is_the_first_engine(nursery, library):
     """Its libraries were imported meanwhile.  The second model gets another process."""
     process = EngineProcess.start()
-    launcher = ProcessLauncher(nursery, first=process)
+    launcher = ProcessLauncher(nursery, prestarted=process)
     links = [launcher.launch(EMBEDDED.name) for _ in range(2)]
     process.close()  # it belongs to the link now, which goes on
     assert len({link.pid for link in links}) == 2

@@ -171,7 +171,7 @@ class ShortLink:
     error: LoadError
     starts: list[Start]
 
-    async def load(self, start: Start, on_progress: object, go_on: object, hang_timeout_s: float) -> bool:
+    async def load(self, start: Start, on_progress: object, should_continue: object, hang_timeout_s: float) -> bool:
         self.starts.append(start)
         if len(self.starts) <= self.fails:
             raise self.error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.cases import all_cases
-from uma_trio.cli.chat_settings import BadSetting, changed
+from uma_trio.cli.chat_settings import BadSetting, with_setting
 
 
 @all_cases(
@@ -24,11 +24,11 @@ from uma_trio.cli.chat_settings import BadSetting, changed
 )
 def test_a_setting_is_set_replaced_and_unset(name: str, value: str, fields: dict[str, object]) -> None:
     before = {"model": "a", "constraint": {"regex": "b"}}
-    assert changed(before, name, value) == {**before, **fields}
+    assert with_setting(before, name, value) == {**before, **fields}
     [field] = fields
     without = {key: each for key, each in before.items() if key != field}
     for off in ("off", "default"):
-        assert changed({**before, **fields}, name, off) == without
+        assert with_setting({**before, **fields}, name, off) == without
 
 
 @all_cases(
@@ -50,5 +50,5 @@ def test_a_setting_is_set_replaced_and_unset(name: str, value: str, fields: dict
 )
 def test_what_cannot_be_set_says_what_can(name: str, value: str, reason: str) -> None:
     with pytest.raises(BadSetting) as refused:
-        changed({}, name, value)
+        with_setting({}, name, value)
     assert reason in str(refused.value)

@@ -870,7 +870,7 @@ class VirtualLink:
             self._wake.set()
             self._wake = trio.Event()
 
-    async def load(self, start: Start, on_progress: Any, go_on: Any, hang_timeout_s: float) -> bool:
+    async def load(self, start: Start, on_progress: Any, should_continue: Any, hang_timeout_s: float) -> bool:
         await trio.sleep(self._start_s)
         if self.engine.fail_restarts:
             self.engine.fail_restarts -= 1

@@ -333,7 +333,7 @@ Envelope: TypeAlias = Ok[T] | Error | JsonError
 
 
 class BadMessage(Exception):
-    """The message has not the form of a request or of an answer; ``rid`` is that of the request, if it has one."""
+    """The message is neither a request nor an answer.  ``rid`` is the id that it gives, if it gives one."""
 
     def __init__(self, reason: str, rid: str | UnsetType = UNSET) -> None:
         super().__init__(reason)

@@ -20,7 +20,7 @@ FRAME_S: Final = 1 / 15
 """Interval between two frames."""
 
 BEGIN_FRAME, END_FRAME = "\x1b[?2026h", "\x1b[?2026l"
-"""Terminals that know these show a frame at once; others ignore them."""
+"""Synchronized output (mode 2026): a terminal that knows it shows a frame at once.  Others ignore it."""
 
 
 class AnswerView(Protocol):
@@ -63,25 +63,25 @@ class PlainView:
 class MarkdownView:
     """Renders Markdown on a terminal.
 
-    Lines that can no longer change are printed once and scroll away like any output.  Only the lines after them are
-    drawn again with each frame.  They are the last block, such as a paragraph, a list or a piece of code: what follows
-    a block does not change it.  Of a block that is taller than the terminal, the upper lines are printed as well.
+    Lines that can no longer change are printed once and scroll away like any output.  Only the last block (a paragraph,
+    a list, a piece of code) can still change, so only its lines are drawn again with each frame.  If the last block is
+    taller than the terminal, its upper lines are printed as well.
     """
 
     def __init__(self, file: TextIO = sys.stdout) -> None:
         self._file = file
-        self._open = ""
+        self._last_block = ""
         """Markdown from the beginning of the last block."""
         self._n_printed = 0
         """Lines of the last block that are printed already, with the empty line in front of it."""
         self._drawn: list[int] = []
         """Widths of the lines that the next frame draws again."""
-        self._follows = False
-        """Whether there are blocks before the last one, so that an empty line comes between."""
+        self._has_printed_blocks = False
+        """Whether there are blocks before the last one; an empty line separates it from them."""
         self._dirty = False
 
     def feed(self, text: str) -> None:
-        self._open += printable(text)
+        self._last_block += printable(text)
         self._dirty = True
 
     def refresh(self) -> None:
@@ -97,21 +97,21 @@ class MarkdownView:
         console = Console(file=self._file, width=width, height=height)
         rows = self._rows_on_screen(width, height)
         lines: list[list[Segment]] = []
-        size = len(self._open) if final else closed_size(self._open)
+        size = len(self._last_block) if final else closed_size(self._last_block)
         if size:
-            lines += self._new_lines(console, self._open[:size])
-            self._open, self._n_printed = self._open[size:], 0
-            self._follows = self._follows or bool(lines)
-        tail = self._new_lines(console, self._open)
-        n_above = max(0, len(tail) - max(1, height - 2))
-        self._n_printed += n_above
-        lines += tail[:n_above]
-        self._write(console, lines, tail[n_above:], rows)
+            lines += self._new_lines(console, self._last_block[:size])
+            self._last_block, self._n_printed = self._last_block[size:], 0
+            self._has_printed_blocks = self._has_printed_blocks or bool(lines)
+        tail = self._new_lines(console, self._last_block)
+        n_scrolled = max(0, len(tail) - max(1, height - 2))
+        self._n_printed += n_scrolled
+        lines += tail[:n_scrolled]
+        self._write(console, lines, tail[n_scrolled:], rows)
 
     def _rows_on_screen(self, width: int, height: int) -> int:
-        """Rows that the last frame takes now: a narrower terminal has wrapped its lines.
+        """Rows that the last frame now occupies; more than its lines if the terminal became narrower.
 
-        A lower terminal has scrolled some of them away, where nothing can draw over them: they count as printed.
+        If the terminal became lower, it has scrolled some rows away.  Nothing can draw over them: they count as printed.
         """
         rows = [max(1, math.ceil(each / width)) for each in self._drawn]
         while sum(rows) >= height > 1:
@@ -122,7 +122,7 @@ class MarkdownView:
     def _new_lines(self, console: Console, text: str) -> list[list[Segment]]:
         """The lines of ``text`` that are not printed yet, after an empty one if ``text`` follows other blocks."""
         lines = rendered(console, text)
-        if lines and self._follows:
+        if lines and self._has_printed_blocks:
             lines.insert(0, [])
         return lines[self._n_printed :]
 
@@ -140,9 +140,9 @@ class MarkdownView:
 
 
 def closed_size(text: str) -> int:
-    """How many characters of ``text`` belong to Markdown blocks that nothing after ``text`` can change.
+    """Length of the part of ``text`` that later text cannot change: all Markdown blocks but the last.
 
-    These are all blocks but the last.  An incomplete last line does not count: it may turn out to be anything.
+    An incomplete last line does not count: it may turn out to be anything.
     """
     complete = text[: text.rfind("\n") + 1]
     starts = [token.map[0] for token in _PARSER.parse(complete) if token.level == 0 and token.map]

@@ -21,7 +21,7 @@ def _suite(folder: Path) -> click.Command:
 @click.option("--benches", "folder", type=click.Path(path_type=Path, file_okay=False), help="Folder of the benchmarks.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def without_checkout(folder: Path | None, arguments: tuple[str, ...]) -> None:
-    """Run the benchmarks of a checkout, and write a report.  In a checkout this help is longer."""
+    """Run the benchmarks of a checkout, and write a report.  In a checkout, --help lists the options of the suite."""
     benches = folder or BENCHES
     if not (benches / "suite.py").exists():
         click.echo(

@@ -16,9 +16,9 @@ import trio
 from uma_trio.cli.answer import print_stats, printable, warn_if_cut, warn_if_in_memory
 from uma_trio.cli.answer_view import FRAME_S, AnswerView, MarkdownView, PlainView
 from uma_trio.cli.chat_input import Input, LineInput, TerminalInput
-from uma_trio.cli.chat_settings import BadSetting, changed, described
+from uma_trio.cli.chat_settings import BadSetting, settings_text, with_setting
 from uma_trio.cli.client_options import HINTS, say_which_daemon
-from uma_trio.cli.content import Kind, dropped_file, picture_part
+from uma_trio.cli.content import Kind, dropped_file, media_part
 from uma_trio.cli.conversation import Conversation, Message, as_fields, as_json, as_markdown
 from uma_trio.cli.generation import asked, generate, new_id
 from uma_trio.cli.keyboard import hidden_keys
@@ -284,7 +284,7 @@ class Chat:
             note(f"no {'picture' if kind == 'image' else 'sound'} goes with the next message")
             return
         try:
-            files.append(picture_part(Path(name), kind))
+            files.append(media_part(Path(name), kind))
         except click.UsageError as error:
             note(error.message)
         else:
@@ -298,7 +298,7 @@ class Chat:
             self._system(value.strip())
         else:
             try:
-                self._fields = changed(self._fields, name, value.strip())
+                self._fields = with_setting(self._fields, name, value.strip())
                 self._is_greedy = False  # with these settings that is not known
             except BadSetting as error:
                 note(str(error))
@@ -309,7 +309,7 @@ class Chat:
         except ClientError as error:
             self._fail(error)
             return
-        for line in described(description, self._fields):
+        for line in settings_text(description, self._fields):
             note(printable(line))
         if self._conversation.session is not None:
             note(f"session: {printable(self._conversation.session)}")
@@ -342,7 +342,7 @@ class Chat:
         more: dict[str, Any] = {}
         try:
             for name, value in zip(("temperature", "seed"), argument.split(), strict=False):
-                more |= {key: each for key, each in changed({}, name, value).items() if key == name}
+                more |= {key: each for key, each in with_setting({}, name, value).items() if key == name}
         except BadSetting as error:
             note(f"{error}; try /retry 0.8, or with a seed /retry 0.8 7")
             return

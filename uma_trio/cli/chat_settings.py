@@ -24,7 +24,9 @@ FIELDS: Final = {
 NAMES: Final = {"schema": "json-schema", "json": "json-object", "temp": "temperature"}
 """Shorter spellings."""
 LEFT_OUT: Final = ("system", "session", "after", "show_reasoning")
+"""Options of ``chat`` that ``/set`` cannot set: they belong to the whole conversation."""
 OFF: Final = ("off", "default")
+"""Values that remove a setting, so that the default of the model holds."""
 
 
 class BadSetting(Exception):
@@ -45,15 +47,15 @@ PARAMETERS: Final = {
 }
 
 
-def changed(fields: Mapping[str, Any], name: str, value: str) -> dict[str, Any]:
-    """The fields of a request with one setting changed.
+def with_setting(fields: Mapping[str, Any], name: str, value: str) -> dict[str, Any]:
+    """The fields of a request after ``/set name value``.
 
     Args:
-        fields: those before.
-        value: as after the option; ``off`` or ``default`` takes the setting away.
+        fields: the fields before.
+        value: as on the command line; one of ``OFF`` removes the setting.
 
     Raises:
-        BadSetting: it cannot be set so.
+        BadSetting: there is no such setting, or it cannot have this value.
     """
     spelled = name.replace("_", "-").lower()
     spelled = NAMES.get(spelled, spelled)
@@ -85,7 +87,7 @@ def changed(fields: Mapping[str, Any], name: str, value: str) -> dict[str, Any]:
 
 
 def _expected(name: str, kind: click.ParamType[Any]) -> str | None:
-    """What a setting can be; ``None`` if its values are no numbers, whose errors say what is wrong with the text."""
+    """What a setting can be; ``None`` if it is not a number: click's own message is shown then."""
     if not isinstance(kind, click.IntRange | click.FloatRange):
         return None
     what = "a whole number" if isinstance(kind, click.IntRange) else "a number"
@@ -94,8 +96,8 @@ def _expected(name: str, kind: click.ParamType[Any]) -> str | None:
     return f"{name} is {what} {lowest} {highest}, or off"
 
 
-def described(model: ModelDescription, fields: Mapping[str, Any]) -> list[str]:
-    """Lines about the model, what is set, and the model's defaults for the rest."""
+def settings_text(model: ModelDescription, fields: Mapping[str, Any]) -> list[str]:
+    """Lines about the model, the settings, and the model's defaults for everything else."""
     facts = [model.quantization or "", f"{model.context_per_request:,} tokens of context for a request", model.state]
     given = {key: value for key, value in fields.items() if key not in ("model", "progress", "separate_reasoning")}
     defaults = {key: value for key, value in model.sampling.items() if key not in given}

@@ -175,14 +175,18 @@ class Opener:
 
     @contextlib.asynccontextmanager
     async def open(
-        self, spec: ModelSpec, room_bytes: int, on_progress: Callable[[float], None], go_on: Callable[[], bool]
+        self,
+        spec: ModelSpec,
+        room_bytes: int,
+        on_progress: Callable[[float], None],
+        should_continue: Callable[[], bool],
     ) -> AsyncIterator[LoadedService | None]:
         """See ``registry.ModelOpener``."""
         settings = spec.config.model
         if room_bytes:
             settings = with_less_context(settings, room_bytes - (await self._outline(spec)).summary.size_bytes)
         config = attrs.evolve(spec.config, model=settings)
-        async with open_model(config, self._launcher, on_progress, go_on) as model:
+        async with open_model(config, self._launcher, on_progress, should_continue) as model:
             if model is None:
                 yield None
                 return

@@ -339,7 +339,7 @@ def make_launcher(config: Config, nursery: trio.Nursery, first: EngineProcess | 
         first: see ``ProcessLauncher``.
     """
     if config.engine.mode == "process":
-        return ProcessLauncher(nursery, first=first)
+        return ProcessLauncher(nursery, prestarted=first)
     from uma_trio.engine.open_fitted import open_engine  # code of the engine, which only this mode has in the daemon
 
     return ThreadLauncher(nursery, open_engine)

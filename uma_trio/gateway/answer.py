@@ -303,5 +303,5 @@ async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
 
 async def _cancel_on_disconnect(receive: Receive, scope: anyio.CancelScope) -> None:
     while (await receive())["type"] != "http.disconnect":
-        """The body has been read already."""
+        pass  # the body has been read already
     scope.cancel()

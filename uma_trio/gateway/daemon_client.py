@@ -283,7 +283,7 @@ class Daemon:
                         break
                     yield found
             except GeneratorExit:
-                """The caller wants no more.  The task group would wrap this exception."""
+                pass  # the caller wants no more; the task group would wrap this exception
             tasks.cancel_scope.cancel()
         if failure is not None:
             raise failure

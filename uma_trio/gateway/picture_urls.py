@@ -26,7 +26,7 @@ from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.gateway.media import MediaPart, ToFetch, media_of
 from uma_trio.hub.errors import HubError
 from uma_trio.hub.urls import is_public, parse_url, without_secrets
-from uma_trio.protocol.chat import MAX_PICTURE_BYTES
+from uma_trio.protocol.chat import MAX_MEDIA_BYTES
 
 FETCH_S: Final = 15.0
 """Longest time for a picture, with its redirects."""
@@ -182,7 +182,7 @@ class PictureUrls:
             async for chunk in answer.aiter_raw():
                 body += chunk
                 left[0] -= len(chunk)
-                if left[0] < 0 or len(body) > MAX_PICTURE_BYTES:
+                if left[0] < 0 or len(body) > MAX_MEDIA_BYTES:
                     raise HubError(
                         f"the pictures of a request have more than {self.max_bytes:,} bytes",
                         "name smaller ones",

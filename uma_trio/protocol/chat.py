@@ -19,8 +19,8 @@ MAX_MESSAGES: Final = 1024
 """Messages of a chat, and parts of a message."""
 MAX_PICTURES: Final = 64
 """Pictures of a chat."""
-MAX_PICTURE_BYTES: Final = 32 << 20
-"""Bytes of the file of a picture."""
+MAX_MEDIA_BYTES: Final = 32 << 20
+"""Bytes of the file of a picture or of sound."""
 MAX_TOOLS: Final = 512
 """Tools of a request."""
 
@@ -49,7 +49,7 @@ class ContentPart:
     type: Literal["text", "image", "audio"] = "text"
     text: str | None = None
     """The text, if it is one."""
-    data: Annotated[bytes, Meta(max_length=MAX_PICTURE_BYTES)] | None = None
+    data: Annotated[bytes, Meta(max_length=MAX_MEDIA_BYTES)] | None = None
     """The file of a picture, such as PNG or JPEG, or of sound, such as WAV; in JSON as base64."""
 
 

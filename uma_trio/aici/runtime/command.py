@@ -1,4 +1,4 @@
-"""Starts the runtime with the vocabulary of a GGUF file, and ends it with its engine."""
+"""Starts the runtime with the vocabulary of a GGUF file, and ends it with the daemon."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ from uma_trio.tokenizer.vocabulary import vocabulary
 log = logging.getLogger(__name__)
 
 GIL_TURN_S: Final = 0.0005
-"""Python's switch interval.  With the default of 5 ms, controllers that call functions of the host all the time would delay
-each message of the engine, and other controllers, by 5 ms for each of their threads."""
+"""Python's switch interval.
+
+A controller that keeps calling the host would otherwise delay each message by 5 ms per thread."""
 
 POLL_PARENT_S: Final = 0.5
 """How often to look for the parent where the system does not report its end."""
@@ -64,14 +65,14 @@ class Options:
     """Modules are in the folder ``cache`` in it."""
 
     def store(self, host: WasmHost) -> ModuleStore:
-        """The modules."""
+        """Opens the store of modules."""
         return ModuleStore(self.folder / FOLDER, host, self.space, _shipped())
 
 
 def serve(options: Options) -> NoReturn:
-    """Answer the requests of the engine that started this process.
+    """Answer the requests of the daemon that started this process.
 
-    The process ends when the engine says so, or ends itself, or at SIGTERM.
+    The process ends when the daemon says so or ends, or at SIGTERM.
 
     Raises:
         OSError: the shared memory cannot be opened.
@@ -79,7 +80,7 @@ def serve(options: Options) -> NoReturn:
     """
     parent = os.getppid()
     with contextlib.suppress(OSError):
-        os.setpgid(0, 0)  # an engine ends the runtime by its process group
+        os.setpgid(0, 0)  # the daemon ends the runtime by its process group
     continue_when_parent_ends()
     sys.setswitchinterval(GIL_TURN_S)
     setproctitle.setproctitle(f"uma-trio aicirt: {options.tokenizer}")
@@ -87,15 +88,17 @@ def serve(options: Options) -> NoReturn:
     if removed := remove_stale():
         log.info("removed %d names of processes that were killed", len(removed))
     channels = options.layout.open()
-    ending = _Ending(channels)
-    ending.end_at_signals()
-    ending.end_with(parent)
+    process_exit = _ProcessExit(channels)
+    process_exit.end_at_signals()
+    process_exit.end_with(parent)
     with open_vocabulary(options.tokenizer, options.llama_dir) as vocabulary:
         host = WasmHost(vocabulary, options.limits)
         threading.Thread(target=host.prepare, name="prepare", daemon=True).start()
         skip_slow_s = None if options.skip_slow_ms is None else options.skip_slow_ms / 1000
         modules = options.store(host)
-        Server(channels, host, vocabulary, options.limits, modules, ending.exit, options.expire_s, skip_slow_s).run()
+        Server(
+            channels, host, vocabulary, options.limits, modules, process_exit.exit, options.expire_s, skip_slow_s
+        ).run()
 
 
 def add_module(options: Options, path: Path) -> str:
@@ -132,7 +135,7 @@ def save_tokenizer(options: Options, path: Path) -> None:
         path.write_bytes(build_trie(tokens, vocabulary.eos))
 
 
-class _Ending:
+class _ProcessExit:
     """Ends this process at once, since controllers may run in threads that nothing else stops."""
 
     def __init__(self, channels: Channels) -> None:
@@ -141,14 +144,14 @@ class _Ending:
 
     def exit(self) -> NoReturn:
         """End with 0."""
-        self._remove_names()
+        self._unlink_shared_memory()
         os._exit(0)
 
     def end_at_signals(self) -> None:
-        """End by a signal as if it had not been handled, but without the names."""
+        """On a signal: remove the names of shared memory, then die of that signal."""
 
         def end(number: int, frame: object) -> None:
-            self._remove_names()
+            self._unlink_shared_memory()
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -164,7 +167,7 @@ class _Ending:
 
         threading.Thread(target=watch, name="parent", daemon=True).start()
 
-    def _remove_names(self) -> None:
+    def _unlink_shared_memory(self) -> None:
         with self._lock:
             self._channels.unlink()
         sys.stdout.flush()
@@ -198,7 +201,7 @@ def _log_to_stderr() -> None:
 
 
 class NoVocabulary(Exception):
-    """There is no such vocabulary; says why, and what to give instead."""
+    """There is no such vocabulary; the message says why and what to give instead."""
 
 
 class ModelVocabulary:
@@ -232,7 +235,7 @@ def open_vocabulary(name: str, llama_dir: Path | None = None) -> Iterator[ModelV
         name: a GGUF file, with or without ``.gguf``, a model of this machine, or ``embedded``.
 
     Raises:
-        NoVocabulary: there is none.
+        NoVocabulary: there is no such vocabulary.
         ModelError: see ``uma_trio.tokenizer.vocabulary``.
     """
     with vocabulary(_find(name), llama_dir) as tokenizer:

@@ -1,4 +1,4 @@
-"""The runtime as its engine sees it: a main channel, answered in order, and a side channel, answered as it comes."""
+"""The runtime as the daemon sees it: a main channel, answered in order, and a side channel, answered in any order."""
 
 from __future__ import annotations
 
@@ -68,20 +68,22 @@ LISTEN_S: Final = 1.0
 
 SIDE_THREADS: Final = 8
 MAX_SIDE_REQUESTS: Final = 64
-"""Requests of the side channel at once, but for uploads.  Others wait in the channel."""
+"""Side-channel requests in progress at a time, uploads not counted; more wait in the channel."""
 MAX_UPLOADS: Final = 8
-"""Uploads at once.  They are compiled one after the other; those whose turn does not come soon are refused."""
+"""Uploads at a time; one more is refused.
+
+They compile one by one, and one that waits too long for its turn is refused, too."""
 
 
 class UserError(Exception):
-    """The one who uploaded or chose the controller can fix it."""
+    """An error that the controller's author or user can fix."""
 
 
 class Server:
-    """Answers the requests of one engine.
+    """Answers the requests of one daemon.
 
     Args:
-        on_stop: ends the process; called in any thread when the engine asks for it.
+        on_stop: ends the process; called in any thread when the daemon asks for it.
         expire_s: see ``WaitingControllers``.
         skip_slow_s: see ``Sequences``.
     """
@@ -110,14 +112,16 @@ class Server:
         self._upload_room = threading.BoundedSemaphore(MAX_UPLOADS)
 
     def run(self) -> NoReturn:
-        """Answer until the engine says stop."""
+        """Answer until the daemon says stop."""
         threading.Thread(target=self._run_side, name="side channel", daemon=True).start()
         channel = self._channels.main
         while True:
             data = self._receive(channel)
             if data is not None:
-                received = _decode(data)
-                answer = received if isinstance(received, bytes) else self._answer(received, self._do_main)
+                try:
+                    answer = self._answer(decode_request(data), self._answer_main_request)
+                except BadMessage as error:
+                    answer = _refusal(error)
                 self._send(channel, answer)
             self._waiting.expire()
 
@@ -130,21 +134,23 @@ class Server:
                 data = self._receive(self._channels.side)
                 if data is None:
                     continue
-                received = _decode(data)
-                if isinstance(received, bytes):
-                    self._send_side(received)
-                elif not isinstance(received.request, MakeModule):
+                try:
+                    received = decode_request(data)
+                except BadMessage as error:
+                    self._send_side(_refusal(error))
+                    continue
+                if not isinstance(received.request, MakeModule):
                     self._side_room.acquire()
-                    threads.submit(self._answer_side, received, self._side_room)
+                    threads.submit(self._serve_side, received, self._side_room)
                 elif self._upload_room.acquire(blocking=False):
-                    upload_threads.submit(self._answer_side, received, self._upload_room)
+                    upload_threads.submit(self._serve_side, received, self._upload_room)
                 else:
                     why = f"{MAX_UPLOADS} modules are being uploaded already; try again later"
                     self._send_side(encode(Error(why, rid=received.rid)))
 
-    def _answer_side(self, received: ReceivedRequest, room: threading.BoundedSemaphore) -> None:
+    def _serve_side(self, received: ReceivedRequest, room: threading.BoundedSemaphore) -> None:
         try:
-            self._send_side(self._answer(received, self._do_side))
+            self._send_side(self._answer(received, self._answer_side_request))
         except Exception:
             log.exception("side channel")
         finally:
@@ -161,15 +167,15 @@ class Server:
         except ChannelTimeout:
             return None
         except BrokenChannel as error:
-            log.error("the engine wrote %s", error)
-            return b""  # is answered as what it is, no JSON
+            log.error("the daemon wrote %s", error)
+            return b""  # decodes as invalid JSON, and is answered so
 
     def _send(self, channel: Channel, answer: bytes) -> None:
-        """Write an answer as soon as the engine has taken the one before."""
+        """Write an answer as soon as the daemon has taken the one before."""
         while True:
             try:
                 channel.outgoing.send(answer, LISTEN_S)
-            except ChannelTimeout:  # the engine may be busy; if it ends, this process does so, too
+            except ChannelTimeout:  # the daemon may be busy; if it ends, this process does so, too
                 continue
             except (MessageTooLarge, OSError) as error:
                 log.error("cannot answer: %s", error)
@@ -193,7 +199,7 @@ class Server:
             return encode(Error(f"internal error: {error!r}", rid=received.rid))
 
     def _encoded(self, answer: Ok[Any]) -> bytes:
-        """The answer as JSON.  If controllers say more than a message can hold, those that say most are cut."""
+        """The answer as JSON.  If it does not fit into a message, the longest controllers' outputs are cut."""
         data = encode(answer)
         room = self._channels.main.outgoing.capacity
         if len(data) <= room or not isinstance(answer.data, PostPreAnswer | MidAnswer):
@@ -202,7 +208,7 @@ class Server:
         self._sequences.drop(gone)
         return encode(Ok(fitting, answer.rid))
 
-    def _do_main(self, received: ReceivedRequest) -> Any:
+    def _answer_main_request(self, received: ReceivedRequest) -> Any:
         match received.request:
             case Ping():
                 return Pong()
@@ -216,7 +222,7 @@ class Server:
                 self._on_stop()
         raise BadRequest("bad op")
 
-    def _do_side(self, received: ReceivedRequest) -> Any:
+    def _answer_side_request(self, received: ReceivedRequest) -> Any:
         auth = received.auth
         match received.request:
             case Ping():
@@ -262,11 +268,6 @@ class Server:
         self._waiting.put(request.req_id, controller)
 
 
-def _decode(data: bytes) -> ReceivedRequest | bytes:
-    """The request, or the answer to what is none."""
-    try:
-        return decode_request(data)
-    except NotJson as error:
-        return encode(JsonError(str(error)))
-    except BadMessage as error:
-        return encode(Error(str(error), rid=error.rid))
+def _refusal(error: BadMessage) -> bytes:
+    """The answer to a message that is not a request."""
+    return encode(JsonError(str(error)) if isinstance(error, NotJson) else Error(str(error), rid=error.rid))

@@ -31,11 +31,11 @@ log = logging.getLogger(__name__)
 
 MODULE_ID: Final = re.compile(r"[0-9a-f]{64}")
 ABANDONED_S: Final = 3600.0
-"""A file that was begun so long ago, and is not whole, belongs to a process that was killed."""
+"""A temporary file older than this was left by a killed process."""
 _NAME: Final = "owner"
 """File with the name of the owner, for lists."""
 DIGEST_BYTES: Final = 32
-"""Behind the code stands its SHA-256: code that the disk has damaged must not run."""
+"""Length of the SHA-256 behind the code.  Code that the disk has damaged must not run."""
 
 
 def replace_compiled(path: Path, compiled: bytes) -> None:
@@ -70,7 +70,7 @@ def load_or_compile(path: Path, name: str, host: WasmHost, compiled: Callable[[]
     try:
         return host.load(read_compiled(path))
     except FileNotFoundError:
-        """It was never compiled here."""
+        pass  # it was never compiled here
     except (OSError, ValueError) as error:  # compiled by another version, or damaged
         log.info("%s is compiled again: %s", name, error)
     code = compiled()
@@ -94,14 +94,14 @@ def replace_file(path: Path, *parts: bytes) -> None:
 
 
 class OwnedTag(TagInfo, frozen=True):
-    """A name as it is stored."""
+    """A tag as it is stored."""
 
     owner: str
-    """Whose module it means; the one who has set it may be an administrator."""
+    """Owner of the module that the tag names; an administrator may have set the tag."""
 
     @property
     def info(self) -> TagInfo:
-        """What others see of it."""
+        """What everybody may know of the tag."""
         return TagInfo(**{name: getattr(self, name) for name in TagInfo.__struct_fields__})
 
 
@@ -109,7 +109,7 @@ _TAG: Final = msgspec.json.Decoder(OwnedTag)
 
 
 class TagFiles:
-    """The names in a folder.
+    """The tags in a folder.
 
     Args:
         folder: need not exist.
@@ -118,28 +118,28 @@ class TagFiles:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def find(self, tag: str) -> OwnedTag | None:
-        """A name; ``None`` if it is not there, or its file is damaged."""
-        if not is_tag(tag):
+    def find(self, name: str) -> OwnedTag | None:
+        """The tag of this name; ``None`` if there is no such tag, or its file is damaged."""
+        if not is_tag(name):
             return None
-        path = self._path(tag)
+        path = self._path(name)
         try:
-            info = _TAG.decode(read_text(path))
-            if info.tag != tag or not MODULE_ID.fullmatch(info.module_id):
-                raise ValueError("it is about something else")
+            tag = _TAG.decode(read_text(path))
+            if tag.tag != name or not MODULE_ID.fullmatch(tag.module_id):
+                raise ValueError("the file is of another tag")
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, RecursionError) as error:
-            warn_once(path, f"the tag {tag} is ignored, its file is damaged: {error}")
+            warn_once(path, f"the tag {name} is ignored, its file is damaged: {error}")
             return None
-        return info
+        return tag
 
     def all(self) -> list[OwnedTag]:
-        """All names whose files can be read."""
-        return [info for tag in self.names() if (info := self.find(tag)) is not None]
+        """All tags whose files can be read."""
+        return [tag for name in self.names() if (tag := self.find(name)) is not None]
 
     def names(self) -> list[str]:
-        """All names that have a file, damaged or not."""
+        """The names of all tags that have a file, damaged or not."""
         try:
             found = os.listdir(self._folder)
         except FileNotFoundError:
@@ -147,21 +147,21 @@ class TagFiles:
         except OSError as error:
             warn_once(self._folder, f"the tags in {self._folder} cannot be read: {error.strerror}")
             return []
-        return [tag for each in found if each.endswith(".json") and is_tag(tag := each.removesuffix(".json"))]
+        return [name for each in found if each.endswith(".json") and is_tag(name := each.removesuffix(".json"))]
 
-    def write(self, infos: Iterable[OwnedTag]) -> None:
-        """Set names.  Raises ``OSError``."""
+    def write(self, tags: Iterable[OwnedTag]) -> None:
+        """Set tags.  Raises ``OSError``."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for info in infos:
-            replace_file(self._path(info.tag), msgspec.json.encode(info))
-            _warned.discard(self._path(info.tag))
+        for tag in tags:
+            replace_file(self._path(tag.tag), msgspec.json.encode(tag))
+            _warned.discard(self._path(tag.tag))
 
-    def remove(self, tag: str) -> None:
-        """Remove a name.  Raises ``OSError``."""
-        self._path(tag).unlink(missing_ok=True)
+    def remove(self, name: str) -> None:
+        """Remove a tag.  Raises ``OSError``."""
+        self._path(name).unlink(missing_ok=True)
 
-    def _path(self, tag: str) -> Path:
-        return self._folder / f"{tag}.json"
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{name}.json"
 
 
 _warned: set[Path] = set()
@@ -219,12 +219,12 @@ class OwnerFiles:
 
     def note_use(self, module_id: str) -> None:
         """Note a use: the least recently used modules are removed first.  Raises ``OSError``."""
-        now = time.time_ns()  # the system's own time of a file has steps of milliseconds
+        now = time.time_ns()  # file timestamps of the kernel advance in milliseconds
         os.utime(self.wasm(module_id), ns=(now, now))
 
     def stored(self) -> Iterator[StoredModule]:
         """All modules, with the room that they take."""
-        tagged = {info.module_id for info in self.tags.all()}
+        tagged = {tag.module_id for tag in self.tags.all()}
         sizes: dict[str, int] = {}
         used_at: dict[str, float] = {}
         for name, found in _files_of(self._folder):
@@ -239,11 +239,11 @@ class OwnerFiles:
             yield StoredModule(self.owner, module_id, size, used_at.get(module_id, 0.0), module_id in tagged)
 
     def records(self, shared: Iterable[OwnedTag]) -> Iterator[ModuleRecord]:
-        """All modules, as their owner sees them, with their tags, of which ``shared`` are for everybody."""
+        """Its modules as their owner sees them, with their tags; ``shared`` are the tags for everybody."""
         names: dict[str, list[str]] = {}
-        for each in (*self.tags.all(), *shared):
-            if each.owner == self.owner:
-                names.setdefault(each.module_id, []).append(each.tag)
+        for tag in (*self.tags.all(), *shared):
+            if tag.owner == self.owner:
+                names.setdefault(tag.module_id, []).append(tag.tag)
         for stored in self.stored():
             wasm_size, compiled_size = self.sizes(stored.module_id)
             if wasm_size:  # otherwise its machine code alone was left

@@ -9,9 +9,10 @@ Layout of the blob, all numbers uint32, little endian:
 | offsets | one number for each token: ``start << 8 | length`` |
 | data | the bytes of all tokens |
 
-Nodes are in depth-first order, children ascending by their byte.  The subtree counts its root.  The number of levels is 1,
-except for a last child, which has one more than its parent: it also ends the parent.  The root has byte 0xFF and ends
-nothing.
+Nodes are in depth-first order, children ascending by their byte.  A node counts as part of its own subtree.
+
+Levels to go up after a node: 1; for a last child one more than its parent's, because the parent ends with it; 0 for the
+root.  The root has byte 0xFF.
 """
 
 from __future__ import annotations
@@ -23,17 +24,18 @@ from typing import Final
 import numpy as np
 
 MAGIC: Final = 0x558B6FD3
-NO_TOKEN: Final = 0xFFFFFF
+NODE_WITHOUT_TOKEN: Final = 0xFFFFFF
+"""In place of the token of a node that is only the prefix of longer ones."""
 ROOT_BYTE: Final = 0xFF
 MAX_TOKEN_BYTES: Final = 254
 MAX_DATA_BYTES: Final = (1 << 24) - 1
-MAX_TOKENS: Final = NO_TOKEN
+MAX_TOKENS: Final = NODE_WITHOUT_TOKEN
 
 HEADER: Final = struct.Struct("<7I")
 
 
 class TrieTooLarge(ValueError):
-    """The vocabulary does not fit the format; says why."""
+    """The vocabulary does not fit the format.  The message says why."""
 
 
 def build_trie(tokens: Sequence[bytes], eos: int) -> bytes:
@@ -44,7 +46,7 @@ def build_trie(tokens: Sequence[bytes], eos: int) -> bytes:
             and have no data.  Of tokens with the same bytes the first is in the tree.
 
     Raises:
-        TrieTooLarge: see there.
+        TrieTooLarge: more than ``MAX_TOKENS`` tokens, or more than ``MAX_DATA_BYTES`` bytes in all of them.
     """
     if len(tokens) > MAX_TOKENS:
         raise TrieTooLarge(f"the vocabulary has {len(tokens)} tokens, more than {MAX_TOKENS}")
@@ -61,12 +63,15 @@ def build_trie(tokens: Sequence[bytes], eos: int) -> bytes:
 
 
 def _nodes(tokens: Sequence[bytes]) -> bytes:
-    """The nodes in depth-first order, from the sorted tokens: each adds what it does not share with the one before."""
+    """The nodes in depth-first order, from the sorted tokens.
+
+    Each token adds nodes for the bytes that it does not share with the token before.
+    """
     ids: dict[bytes, int] = {}
     for token, text in enumerate(tokens):
         if text:
             ids.setdefault(text, token)
-    labels, sizes, parents, path = [NO_TOKEN << 8 | ROOT_BYTE], [1], [-1], [0]
+    labels, sizes, parents, path = [NODE_WITHOUT_TOKEN << 8 | ROOT_BYTE], [1], [-1], [0]
     before = b""
     for text in sorted(ids):
         shared = _shared_length(before, text)
@@ -74,7 +79,7 @@ def _nodes(tokens: Sequence[bytes]) -> bytes:
         for byte in text[shared:]:
             parents.append(path[-1])
             path.append(len(labels))
-            labels.append(NO_TOKEN << 8 | byte)
+            labels.append(NODE_WITHOUT_TOKEN << 8 | byte)
             sizes.append(1)
         labels[-1] = ids[text] << 8 | text[-1]
         before = text

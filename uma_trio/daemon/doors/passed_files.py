@@ -13,7 +13,7 @@ from typing import Final
 
 from uma_trio.errors import BadRequest, FrameTooLarge
 from uma_trio.protocol import sealed_memory
-from uma_trio.protocol.chat import MAX_PICTURE_BYTES, MAX_PICTURES
+from uma_trio.protocol.chat import MAX_MEDIA_BYTES, MAX_PICTURES
 from uma_trio.protocol.messages import ClientMessage
 from uma_trio.protocol.passed_files import MAX_BYTES
 
@@ -77,8 +77,8 @@ class PassedFiles:
             )
         while self._descriptors:
             size = sealed_memory.size_of(self._descriptors[0])
-            if size > MAX_PICTURE_BYTES:
-                raise FrameTooLarge(f"a descriptor has {size} bytes; the limit is {MAX_PICTURE_BYTES}")
+            if size > MAX_MEDIA_BYTES:
+                raise FrameTooLarge(f"a descriptor has {size} bytes; the limit is {MAX_MEDIA_BYTES}")
             if (together := self.n_bytes + size) > MAX_BYTES:
                 raise FrameTooLarge(f"the descriptors of a message have {together} bytes; the limit is {MAX_BYTES}")
             take_room(together)

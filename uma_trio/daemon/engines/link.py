@@ -56,7 +56,7 @@ log = logging.getLogger("uma_trio.engine")
 
 READ_BYTES: Final = 1 << 16
 WATCH_S: Final = 0.25
-"""How often an engine is looked at that does not answer."""
+"""Interval between looks at an engine that does not answer."""
 
 EXIT_S: Final = 5.0
 """How long an engine that was asked to end may take before it is killed."""
@@ -65,10 +65,10 @@ EXIT_REASON_TIMEOUT_S: Final = 1.0
 """How long to wait for the exit status and the last lines of an engine whose socket has closed."""
 
 KILLED: Final = "SIGKILL"
-"""How an engine ends that the kernel ends because memory is full."""
+"""How the end of an engine reads that the kernel ended for lack of memory."""
 
 MIN_GRAMMARS: Final = 64
-"""Grammars that an engine remembers, or more if it has many sequences.  It bounds their memory."""
+"""An engine keeps this many grammars, or two per sequence if that is more.  It bounds their memory."""
 
 
 def _is_about_memory(death: str) -> bool:
@@ -93,7 +93,7 @@ class Process(Protocol):
 
 
 class KnownGrammars:
-    """The grammars that an engine knows, by when they were used."""
+    """The grammars that an engine knows, the most recently used one last."""
 
     def __init__(self) -> None:
         self._keys: OrderedDict[str, None] = OrderedDict()
@@ -101,8 +101,8 @@ class KnownGrammars:
     def use(self, key: str, source: str, n_sequences: int) -> DefineGrammar | None:
         """What to send before a step that names the grammar; ``None`` if the engine knows it.
 
-        The least recently used grammar is replaced.  That is none of the two steps that can be in flight, because there
-        is room for two grammars for each sequence.
+        The least recently used one is replaced.  It is in neither step in flight, because there is room for two per
+        sequence.
         """
         is_known = key in self._keys
         self._keys[key] = None
@@ -134,8 +134,7 @@ class EngineLink:
         """Flags of its steps; opened by ``load``."""
         self._grammars = KnownGrammars()
         self._masks: MaskFile | None = None
-        self._broken = False
-        """The socket has closed."""
+        self._socket_closed = False
         self.ended = trio.Event()
         """Set when the engine has ended; by then ``reason`` says how."""
         self.reason = ""
@@ -161,15 +160,15 @@ class EngineLink:
         self,
         start: Start,
         on_progress: Callable[[float], None],
-        go_on: Callable[[], bool],
+        should_continue: Callable[[], bool],
         hang_timeout_s: float = math.inf,
     ) -> bool:
         """Have the model loaded; ``run`` must have been started.
 
         Args:
             on_progress: called with the loaded share in [0, 1].
-            go_on: asked every ``WATCH_S``; False gives up.
-            hang_timeout_s: how long a file of the library may take until its code has run.
+            should_continue: asked every ``WATCH_S``; False gives up.
+            hang_timeout_s: longest time from opening a library file until its code has run.
 
         Returns:
             Whether the model is loaded; otherwise loading was given up, and the engine has ended.
@@ -181,7 +180,7 @@ class EngineLink:
         opening, waited_s = None, 0.0
         try:
             self._send(start)
-            while go_on():
+            while should_continue():
                 messages: list[FromEngine] = []
                 with trio.move_on_after(WATCH_S):
                     messages = await self.receive()
@@ -282,7 +281,7 @@ class EngineLink:
             except OSError:
                 data = b""
             if not data:
-                self._broken = True
+                self._socket_closed = True
                 raise EngineDied(await self._exit_reason())
             if found := self._decoder.feed(data):
                 return found
@@ -306,7 +305,7 @@ class EngineLink:
     @property
     def is_usable(self) -> bool:
         """Whether steps can be sent; not if the engine has died."""
-        return self.reason == "" and not self._broken
+        return self.reason == "" and not self._socket_closed
 
     def usage(self) -> dict[str, float]:
         """Resident memory in bytes and CPU time in seconds, where the engine is a process of its own."""
@@ -340,11 +339,13 @@ class EngineLink:
     # -- sending --------------------------------------------------------------------------------
 
     def _send(self, message: FromDaemon, fds: Sequence[int] = ()) -> None:
-        data, own = encode(message), [os.dup(fd) for fd in fds]
-        while len(own) > MAX_FDS:  # a byte can carry so many; a message has more bytes than descriptors
-            self._unsent.append((data[:1], own[:MAX_FDS]))
-            data, own = data[1:], own[MAX_FDS:]
-        self._unsent.append((data, own))
+        data, duplicates = encode(message), [os.dup(fd) for fd in fds]
+        while (
+            len(duplicates) > MAX_FDS
+        ):  # one sendmsg carries MAX_FDS descriptors and needs a byte; a message has enough
+            self._unsent.append((data[:1], duplicates[:MAX_FDS]))
+            data, duplicates = data[1:], duplicates[MAX_FDS:]
+        self._unsent.append((data, duplicates))
         self._send_some()
 
     def _send_some(self) -> None:
@@ -374,7 +375,7 @@ class EngineLink:
         self._unsent.clear()
 
     async def _flush(self) -> None:
-        """Send the rest.  An engine that computes does not read; it answers first, so that is no reason to wait."""
+        """Send the rest.  A computing engine does not read the socket.  If its answer comes first, stop: the rest is sent later."""
         async with trio.open_nursery() as nursery:
 
             async def end_when_readable() -> None:
@@ -408,19 +409,19 @@ class ProcessLauncher:
     Args:
         nursery: for the tasks that watch the children.
         module: what the child runs; see ``EngineProcess.start``.
-        first: the process of the first engine, which has been started already.
+        prestarted: a process for the first engine, already started.
     """
 
     def __init__(
-        self, nursery: trio.Nursery, module: str = "uma_trio.engine", first: EngineProcess | None = None
+        self, nursery: trio.Nursery, module: str = "uma_trio.engine", prestarted: EngineProcess | None = None
     ) -> None:
         self._nursery = nursery
         self._module = module
-        self._first = first
+        self._prestarted = prestarted
 
     def launch(self, model: str) -> EngineLink:
         """See ``Launcher``.  Blocks for some milliseconds."""
-        process, self._first = self._first or EngineProcess.start(self._module), None
+        process, self._prestarted = self._prestarted or EngineProcess.start(self._module), None
         sock, child = process.take()
         child.extra = {"model": model}
         link = EngineLink(sock, child)

@@ -119,14 +119,14 @@ async def open_model(
     config: Config,
     launcher: Launcher,
     on_progress: Callable[[float], None] | None = None,
-    go_on: Callable[[], bool] = lambda: True,
+    should_continue: Callable[[], bool] = lambda: True,
 ) -> AsyncIterator[LoadedModel | None]:
     """Load what ``config.model`` names; at the end of the context its engine ends.
 
     Args:
         launcher: starts the engine.
         on_progress: called with the share that is done, in [0, 1].
-        go_on: asked now and then; False gives loading up, and the context gets ``None``.
+        should_continue: asked now and then; False gives loading up, and the context gets ``None``.
 
     Raises:
         ModelError: no such file, not a usable GGUF, not enough memory, no libllama, or a broken ``chat_template``.
@@ -138,7 +138,7 @@ async def open_model(
     start = await _checked(config, path)
     with explained(path):
         loading, warming = _parts(on_progress or (lambda share: None))
-        link = await _loaded(launcher, start, loading, go_on, config.engine.hang_timeout_s)
+        link = await _loaded(launcher, start, loading, should_continue, config.engine.hang_timeout_s)
     if link is None:
         yield None
         return
@@ -151,7 +151,7 @@ async def open_model(
                 vocabulary = await trio.to_thread.run_sync(
                     stack.enter_context, open_vocabulary(path, config.model.llama_dir)
                 )
-                if start.purpose == "generate" and not await warm_up(link, warming, go_on):
+                if start.purpose == "generate" and not await warm_up(link, warming, should_continue):
                     yield None
                     return
                 warming(1.0)
@@ -314,7 +314,7 @@ async def _loaded(
     launcher: Launcher,
     start: Start,
     on_progress: Callable[[float], None],
-    go_on: Callable[[], bool],
+    should_continue: Callable[[], bool],
     hang_timeout_s: float,
 ) -> EngineLink | None:
     """An engine that has loaded the model; ``None`` if loading was given up.
@@ -327,7 +327,7 @@ async def _loaded(
     for attempt in range(len(SHARES)):
         link = launcher.launch(start.settings.alias or start.path.name)
         try:
-            return link if await link.load(start, on_progress, go_on, hang_timeout_s) else None
+            return link if await link.load(start, on_progress, should_continue, hang_timeout_s) else None
         except LoadError as error:
             if start.settings.fit == "off" or not error.is_about_memory or attempt + 1 == len(SHARES):
                 raise

@@ -30,13 +30,13 @@ LONG_CONTEXT: Final = 1024
 async def warm_up(
     link: EngineLink,
     on_progress: Callable[[float], None] = lambda share: None,
-    go_on: Callable[[], bool] = lambda: True,
+    should_continue: Callable[[], bool] = lambda: True,
 ) -> bool:
     """Have a device compile what it will need, if it compiles when that is first used.  The KV cache is empty before and after.
 
     Args:
         on_progress: called with the share that is done, in [0, 1].
-        go_on: asked before each number of rows; False gives up.
+        should_continue: asked before each number of rows; False gives up.
 
     Returns:
         Whether it was not given up.
@@ -46,7 +46,7 @@ async def warm_up(
     """
     info = link.info
     if not info.compiles_shaders:
-        return go_on()
+        return should_continue()
     began = time.perf_counter()
     counts = row_counts(info.n_batch)
     with_adapters = [(), ((0, 1.0),)] if info.adapters else [()]
@@ -56,7 +56,7 @@ async def warm_up(
         trial = Trial(link, adapters)
         for _ in range(N_PASSES):
             for rows in counts:
-                if not go_on():
+                if not should_continue():
                     return False
                 await trial.append(0, rows)
                 await trial.make_room(0, rows if rows > info.n_seq_max else 1)

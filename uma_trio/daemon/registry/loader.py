@@ -38,7 +38,7 @@ PROGRESS_STEP: Final = 0.05
 
 
 class _GivenUp(Exception):
-    """``Attempt.go_on`` has ended a load, or nobody waits for it."""
+    """``Attempt.should_continue`` has ended a load, or nobody waits for it."""
 
 
 class Unloader:
@@ -257,13 +257,13 @@ class Loader:
                 attempt.progress = share
                 self._catalog.announce()
 
-        def go_on() -> bool:
-            return attempt.go_on() and not self._is_draining
+        def should_continue() -> bool:
+            return attempt.should_continue() and not self._is_draining
 
         scope = trio.CancelScope()
         try:
             with scope:
-                async with self._opener.open(spec, room_bytes, on_progress, go_on) as opened:
+                async with self._opener.open(spec, room_bytes, on_progress, should_continue) as opened:
                     if opened is None:
                         raise _GivenUp("loading was given up")
                     async with trio.open_nursery() as nursery:

@@ -73,9 +73,13 @@ class ModelOpener(Protocol):
     """Whether models that are not configured are loaded; ``None``: only for the user who runs the daemon."""
 
     def open(
-        self, spec: ModelSpec, room_bytes: int, on_progress: Callable[[float], None], go_on: Callable[[], bool]
+        self,
+        spec: ModelSpec,
+        room_bytes: int,
+        on_progress: Callable[[float], None],
+        should_continue: Callable[[], bool],
     ) -> AbstractAsyncContextManager[OpenModel | None]:
-        """Load a model, which is closed at the end of the context; ``None`` if ``go_on`` has said so.
+        """Load a model, which is closed at the end of the context; ``None`` if ``should_continue`` has said so.
 
         Args:
             room_bytes: the model gets so little context that it takes this much of the budget at most; 0 is no bound.
@@ -164,7 +168,7 @@ class Attempt:
     Args:
         is_wanted: somebody wants the model, also if no request waits for it.
         on_progress: called with the loaded share in [0, 1].
-        go_on: asked now and then; False gives up.
+        should_continue: asked now and then; False gives up.
         is_start: the daemon ends if it fails, and says why.
     """
 
@@ -174,12 +178,12 @@ class Attempt:
         is_wanted: bool = False,
         is_start: bool = False,
         on_progress: Callable[[float], None] | None = None,
-        go_on: Callable[[], bool] = lambda: True,
+        should_continue: Callable[[], bool] = lambda: True,
     ) -> None:
         self.is_wanted = is_wanted
         self.is_start = is_start
         self.on_progress = on_progress
-        self.go_on = go_on
+        self.should_continue = should_continue
         self.progress = 0.0
         self.done = trio.Event()
         self.cause: Exception | None = None

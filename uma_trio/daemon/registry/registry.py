@@ -83,12 +83,12 @@ class ModelRegistry:
                 self._loader.close()
                 nursery.cancel_scope.cancel()
 
-    async def start(self, on_progress: Callable[[float], None] | None, go_on: Callable[[], bool]) -> bool:
+    async def start(self, on_progress: Callable[[float], None] | None, should_continue: Callable[[], bool]) -> bool:
         """Load the models that are to be loaded at the start, while there is room for them.
 
         Args:
             on_progress: called with the loaded share of the first one, in [0, 1].
-            go_on: asked now and then; False gives up.
+            should_continue: asked now and then; False gives up.
 
         Returns:
             Whether it was not given up.
@@ -104,10 +104,15 @@ class ModelRegistry:
                 continue
             attempt = self._loader.begin(
                 model,
-                Attempt(is_wanted=True, is_start=True, on_progress=on_progress if index == 0 else None, go_on=go_on),
+                Attempt(
+                    is_wanted=True,
+                    is_start=True,
+                    on_progress=on_progress if index == 0 else None,
+                    should_continue=should_continue,
+                ),
             )
             await attempt.done.wait()
-            if not go_on():
+            if not should_continue():
                 return False
             if attempt.cause is not None:
                 raise attempt.cause
