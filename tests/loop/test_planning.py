@@ -144,7 +144,7 @@ async def test_streams_go_on_in_a_step_that_runs_ahead(planning):
     assert [*step.rows] == streams
     ahead = found.planner.step_ahead(step)
     assert [ahead.sequences[view.seq_id] for view in ahead.plan.decodes] == streams
-    n_passes = step.plan.n_passes
+    n_passes = step.planned.plan.n_passes
     assert [view.n_context for view in ahead.plan.decodes] == [5 + n_passes] * 3, "what the step in flight computes"
     [call] = build_step(ahead, 99, in_flight=step)[1].calls
     assert not any(isinstance(each, StepInput) for each in call), "their tokens are not known yet"
@@ -160,8 +160,8 @@ async def test_a_quick_step_has_several_passes(planning, call_ms, n_passes):
     found.streams(3)
     found.timings.cost = cost_of(call_ms)
     step = found.submitted(found.next_step())
-    assert step.plan.n_passes == n_passes
-    assert step.plan.predicted_ms == pytest.approx(n_passes * call_ms)
+    assert step.planned.plan.n_passes == n_passes
+    assert step.planned.plan.predicted_ms == pytest.approx(n_passes * call_ms)
     assert {row.n_samples for row in step.rows.values()} == {n_passes}
     assert found.planner.step_ahead(step).plan.n_passes == n_passes
 
@@ -172,7 +172,7 @@ async def test_no_stream_gets_more_tokens_than_it_may_have_or_later_than_it_shou
     found.timings.cost = cost_of(0.5)
     streams[1].bounds.token_limit = len(streams[1].tokens) + 4
     step = found.submitted(found.next_step())
-    assert step.plan.n_passes == 4
+    assert step.planned.plan.n_passes == 4
     ahead = found.planner.step_ahead(step)
     assert [ahead.sequences[view.seq_id] for view in ahead.plan.decodes] == [streams[0], streams[2]]
     found.planner.undo(ahead)
@@ -240,8 +240,8 @@ async def test_where_attention_scans_the_whole_cache_its_cells_count(planning):
     step = found.submitted(planned)
     found.planner.last_was_outlier = False
     ahead = found.planner.step_ahead(step)
-    n_new = step.plan.n_rows
-    assert n_new == 2 * step.plan.n_passes
+    n_new = step.planned.plan.n_rows
+    assert n_new == 2 * step.planned.plan.n_passes
     assert ahead.plan.work.context_tokens == 2 * (cells + n_new)
     assert ahead.plan.work.mean_prefill_context == cells + n_new
 
@@ -312,7 +312,7 @@ async def test_draft_tokens_continue_a_known_token(planning):
     [stream] = found.streams(1)
     stream.speculation.lookup = PromptLookup([1, 2, 7, 8, 9] * 4 + [1, 2, 7], acceptance_rate=0.95)
     step = found.submitted(found.next_step())
-    assert step.plan.drafts
+    assert step.planned.plan.drafts
     assert found.planner.step_ahead(step) is NoStep.DRAFTS, "how many are accepted is not known"
 
     stream.speculation.lookup = None

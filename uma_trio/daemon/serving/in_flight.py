@@ -9,7 +9,7 @@ import trio
 
 from uma_trio.daemon.engines.supervisor import SupervisedEngine
 from uma_trio.daemon.scheduling.lost_time import LostTime
-from uma_trio.daemon.serving.sequence import Sequence
+from uma_trio.daemon.serving.sequence import Sequence, State
 from uma_trio.daemon.serving.step import InFlightStep, PlannedStep, build_step
 from uma_trio.engine_link.messages import SubmittedStep
 
@@ -76,15 +76,17 @@ class InFlightSteps:
     def shorten(self) -> None:
         """Let a new request wait less: no step begins another pass, and a long one that runs ahead is revoked."""
         for step in self:
-            if step.plan.n_passes > 1:
+            if step.planned.plan.n_passes > 1:
                 self._engine.link.end_passes(step.number)
-        if self.ahead is not None and self.ahead.plan.pass_ms > MAX_DELAY_MS:
+        if self.ahead is not None and self.ahead.planned.plan.pass_ms > MAX_DELAY_MS:
             self._revoke(self.ahead)
 
     def interrupt(self) -> None:
-        """End the step that computes, if it gives way to a request that has just come."""
+        """End the step that computes, if it gives way to a request that has just come, and nobody counts on it yet."""
         step = self.begun
-        if step is None or not step.gives_way:
+        if step is None or not step.planned.gives_way:
+            return
+        if any(sequence.state is State.FINISHED for sequence in step.rows):  # others may have what it computes
             return
         if self.lost_time.may_lose(1e3 * (trio.current_time() - step.began_at)):
             self._revoke(step)

@@ -244,7 +244,7 @@ class StepPlanner:
         """Why no step may run ahead of ``step``, whatever is ready."""
         if step.revoked or not step.rows:
             return NoStep.NO_SEQUENCE
-        if step.plan.drafts and any(row.drafts for row in step.rows.values()):
+        if step.planned.plan.drafts and any(row.drafts for row in step.rows.values()):
             return NoStep.DRAFTS
         if self._offloader.has_transfers or self._running.is_copying or self._embeddings.is_ready:
             return NoStep.UNKNOWN_DURATION
@@ -376,7 +376,7 @@ class StepPlanner:
         scan = self._info.attention_scan
         if scan is not AttentionScan.CACHE:
             return Attention(scan)
-        n = None if step is None else step.plan.n_rows
+        n = None if step is None else step.planned.plan.n_rows
         return Attention(scan, self._cache.cells_scanned(n))
 
     def _fillers(self) -> Mapping[int, int]:

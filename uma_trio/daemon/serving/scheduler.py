@@ -498,7 +498,7 @@ class Scheduler:
         completed: list[CompletedStep] = []
         failure: str | None = None
         try:
-            for answer in await self._engine.receive(step.plan.predicted_ms / 1e3):
+            for answer in await self._engine.receive(step.planned.plan.predicted_ms / 1e3):
                 step = self._steps.begun
                 if step is None or answer.number != step.number:
                     continue  # the step ran ahead of one that failed
@@ -552,7 +552,7 @@ class Scheduler:
         self._planner.completed(completed)
         if step.planned.gives_way:
             self._steps.lost_time.completed(completed.duration_ms)
-        if self._planner.last_was_outlier:
+        if completed.is_outlier:
             self._learn(completed)
         return completed
 
@@ -604,7 +604,7 @@ class Scheduler:
         gap_ms = self._stats.record_step(completed, waiting=len(self._waiting), running=len(self._running))
         if gap_ms is not None:
             self.timings.record_gap(gap_ms)
-        if completed.step.plan.chunks:
+        if completed.step.planned.plan.chunks:
             for sequence, row in completed.step.rows.items():
                 if sequence.state is not State.FINISHED and row.end <= len(sequence.prompt.tokens):
                     sequence.report_prefill(row.end)

@@ -48,7 +48,7 @@ def log_request(
 
 def log_step(completed: CompletedStep) -> None:
     """Log a step that computed something."""
-    work, plan, output = completed.work, completed.step.plan, completed.output
+    work, plan, output = completed.work, completed.step.planned.plan, completed.output
     log.debug(
         "step",
         decodes=work.decode_rows,
@@ -148,8 +148,8 @@ class Stats:
 
     def _computed(self, completed: CompletedStep) -> dict[str, Any]:
         """The fields of a ``TickRecord`` about what the step computed."""
-        step, output, work, plan = completed.step, completed.output, completed.work, completed.step.plan
-        n = output.n_passes
+        step, output, work = completed.step, completed.output, completed.work
+        plan, n = step.planned.plan, output.n_passes
         moved = estimate_bytes_moved(
             self._model_size,
             calls=n * work.n_calls,

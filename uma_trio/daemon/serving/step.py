@@ -135,17 +135,11 @@ class InFlightStep:
     revoked: bool = False
     """The engine was asked not to begin it."""
     began_at: float = attrs.field(factory=trio.current_time)
-    plan: Plan = attrs.field(default=attrs.Factory(lambda self: self.planned.plan, takes_self=True), init=False)
-
-    @property
-    def gives_way(self) -> bool:
-        """It can be computed again later as if it had not begun: nobody counts on what it computes."""
-        return self.planned.gives_way and not any(each.state is State.FINISHED for each in self.rows)
 
     @property
     def completed_at(self) -> float:
         """When it is expected to be complete."""
-        return max(trio.current_time(), self.began_at + self.plan.predicted_ms / 1e3)
+        return max(trio.current_time(), self.began_at + self.planned.plan.predicted_ms / 1e3)
 
     def row_of(self, sequence: Sequence) -> StepRow | None:
         """What it computes of ``sequence``, if anything."""
@@ -193,6 +187,14 @@ class CompletedStep:
     output: StepOutput
     new_tokens: abc.Sequence[NewTokens]
     at: float
+    is_outlier: bool = attrs.field(init=False)
+    """It took much more or less time than predicted."""
+
+    @is_outlier.default
+    def _deviates(self) -> bool:
+        predicted, drafted = self.step.planned.plan.pass_ms * self.output.n_passes, self.output.drafted
+        ms = self.duration_ms + (0.0 if drafted is None else drafted.ms)
+        return abs(ms - predicted) > OUTLIER * predicted
 
     @property
     def duration_ms(self) -> float:
@@ -207,19 +209,12 @@ class CompletedStep:
     @property
     def work(self) -> Work:
         """What each forward pass computed: the draft model may have proposed fewer tokens than were planned."""
-        work = self.step.plan.work
+        work = self.step.planned.plan.work
         if self.output.drafted is None or not any(row.n_model_drafts for row in self.step.rows.values()):
             return work
         n_rows = sum([row.n_samples for row in self.step.rows.values()])
         context = round(work.context_tokens * n_rows / max(1, work.decode_rows))
         return attrs.evolve(work, decode_rows=n_rows, context_tokens=context)
-
-    @property
-    def is_outlier(self) -> bool:
-        """It took much more or less time than predicted."""
-        predicted, drafted = self.step.plan.pass_ms * self.output.n_passes, self.output.drafted
-        ms = self.duration_ms + (0.0 if drafted is None else drafted.ms)
-        return abs(ms - predicted) > OUTLIER * predicted
 
 
 def build_step(

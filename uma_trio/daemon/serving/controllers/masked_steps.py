@@ -112,5 +112,5 @@ class MaskedSteps:
             return False
         sampled = self.sampled(step)
         others = len(sampled) < len(step.rows)
-        time_ms = step.plan.predicted_ms + (0.0 if others else step.planned.mask_timeout_ms / 2)
+        time_ms = step.planned.plan.predicted_ms + (0.0 if others else step.planned.mask_timeout_ms / 2)
         return sum(exchanges_ms) <= time_ms and all(control_of(each).may_run_ahead for each in sampled)
