@@ -620,6 +620,12 @@ def serve(pipe: Connection, folder: Path, bases: list[bytes], seed: int) -> None
 Serve = Callable[[Connection, Path, list[bytes], int], None]
 
 
+def _start(serve: Serve, pipe: Connection, *args: Any) -> None:
+    """Say that this process has started, then ``serve``."""
+    pipe.send("started")
+    serve(pipe, *args)
+
+
 class Worker:
     """A child process, and the case that it works on."""
 
@@ -628,13 +634,16 @@ class Worker:
         self.folder = folder
         context = multiprocessing.get_context("forkserver")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs, folder, bases, seed), daemon=True)
+        self.process = context.Process(target=_start, args=(serve, theirs, folder, bases, seed), daemon=True)
         self.process.start()
         theirs.close()
         self.case: int | None = None
         self.deadline = math.inf
 
     def begin(self, case: int, timeout_s: float) -> None:
+        if self.case is None:  # its first one, which waits until its imports are done
+            with contextlib.suppress(EOFError, ConnectionResetError):
+                self.pipe.recv()
         self.case, self.deadline = case, time.monotonic() + timeout_s
         with contextlib.suppress(BrokenPipeError):  # it died at its start; the end of the pipe says so
             self.pipe.send(case)

@@ -5,15 +5,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import anyio
 import httpx
 import ollama
 import pytest
+import structlog
 
 from tests.support.commands import invoke
 from tests.support.hub_server import FakeHub, Fault
 from tests.support.model_home import Home
 from tests.support.real_daemon import Daemon, missing, real_daemon
+from uma_trio.config import Config
+from uma_trio.gateway.dialects.ollama import library
+from uma_trio.gateway.errors import HttpError
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
 
@@ -154,3 +161,13 @@ def test_only_administrators_change_models(home: Home, tmp_path: Path) -> None:
         ):
             assert http.request(method, path, json=body, headers=guest).status_code == 403
             assert http.request(method, path, json=body, headers=boss).status_code == 200
+
+
+def test_the_log_says_how_a_process_ended_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "MODULE", "uma_trio.nothing")
+    call: Any = SimpleNamespace(config=Config())
+    with structlog.testing.capture_logs() as logged, pytest.raises(HttpError) as error:
+        anyio.run(library._all, library._run(call, action="pull", model="a"))
+    assert error.value.status == 500
+    [line] = logged
+    assert (line["event"], line["code"]) == ("the process that changes models failed", 1)

@@ -15,7 +15,7 @@ import pytest
 
 import llama_abi
 from llama_abi import PARTIAL_ONLY, Batch, Context, ContextOptions, LlamaError, Model
-from tests.support.gpu import same_logits
+from tests.support.gpu import same_logits, tolerance
 from tests.support.random_models import random_model
 
 Logits = npt.NDArray[np.float32]
@@ -148,7 +148,8 @@ class TestWindow:
                 context.load_state_from(1, state)
                 found = feed(context, NEXT, pos=length, seq=1)
                 assert same_logits(found, expected) or not exact
-                assert np.corrcoef(found, expected)[0, 1] > 0.9999
+                # 0.99 if the last two tokens before are others, 0.06 without those before
+                assert np.corrcoef(found, expected)[0, 1] > 1 - tolerance(1e-4, on_gpu=1e-3)
                 context.clear()
 
     def test_another_sequence_takes_cells_behind_the_window(self, windowed: Model) -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+import trio
+
 from tests.support.cases import all_cases
-from uma_trio.cli import metrics_all
+from uma_trio.cli import metrics, metrics_all
 from uma_trio.cli.metrics_view import Sample, is_restart, per_second, rows, screen, table
+from uma_trio.client import ClientError, NoServer
 from uma_trio.telemetry.metrics import Telemetry
 
 
@@ -240,3 +244,30 @@ def test_several_daemons_and_their_sums():
         ("all 2 of 3", "4", "2", "16", "1,200", "25 %", "21", "-"),
     ]
     assert metrics_all.table([metrics_all.DaemonLoad("http://c", None)])[-1][1:] == ("0", "0", "0", "0", "-", "0", "-")
+
+
+def test_a_watch_says_what_became_of_the_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = NoServer("nobody", "start it")
+    answers = [sample(), ClientError("it shuts down"), gone, gone, sample(1.0), sample(2.0, pid=2, uptime_s=0.0)]
+
+    async def read(*_: object) -> Sample:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(metrics, "_read", read)
+    monkeypatch.setattr(metrics, "_clock", lambda: "12:00")
+    watch = metrics._Watch(None, None)
+    notices = []
+    while answers:
+        trio.run(watch.read)
+        notices.append(watch.notice)
+    before = "the figures are those of before"
+    assert notices == [
+        "",
+        f"12:00 it shuts down; {before}",
+        *[f"12:00 the daemon is gone; {before}"] * 2,
+        "12:00 the daemon answers again",
+        "12:00 the daemon was restarted",
+    ]

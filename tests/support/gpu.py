@@ -14,6 +14,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,9 @@ from tests.support.run import locked, run_folder
 FIRST_TOKENS = 4
 """How many tokens of a model with random weights are the same on a GPU. After some hundred tokens, two were nearly as
 likely; a wrong KV cache changes the first one."""
+
+SURE = 0.5
+"""By how much the best token is more likely than the second one, as logarithms, where rounding on a GPU changes nothing."""
 
 ROUNDING = 0.018
 """The length of the difference of two rows of logits on a GPU, as a share of their length. A recurrent state that is wrong
@@ -62,6 +66,13 @@ def tolerance(cpu: float, *, on_gpu: float) -> float:
 def same_logits(one: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> bool:
     """Whether logits after the same tokens are equal; on a GPU, whether they are as near as rounding lets them be."""
     return bool(np.linalg.norm(one - other) <= tolerance(0.0, on_gpu=ROUNDING) * np.linalg.norm(one))
+
+
+def n_sure(events: Sequence[dict[str, Any]]) -> int:
+    """How many of the first tokens of an answer with ``logprobs`` of 2 or more are much likelier than all others."""
+    tokens = [event["top_logprobs"] for event in events if "top_logprobs" in event]
+    logprobs = [[each["logprob"] for each in top] for top in tokens]
+    return next((n for n, (best, second, *_) in enumerate(logprobs) if best - second < SURE), len(tokens))
 
 
 def agree(one: Sequence[object], other: Sequence[object], *, n: int = FIRST_TOKENS) -> bool:

@@ -25,10 +25,13 @@ from uma_trio.gateway.dialects.common.shapes import Warned
 from uma_trio.gateway.dialects.ollama.dialect import OLLAMA, model_name
 from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import HttpError, internal_error, invalid
+from uma_trio.gateway.request_logger import log
 from uma_trio.processes.interpreter import package_environment, python_module
 
 MODULE: Final = "uma_trio.hub"
 MAX_LINE_BYTES: Final = 64 * 1024
+EXIT_S: Final = 1.0
+"""How long a process may take to end after its output, so that the log has its exit code."""
 LOADED: Final = ("loading", "ready", "draining")
 """States of models whose files are in use."""
 
@@ -185,6 +188,9 @@ async def _run(call: Call, **task: Any) -> AsyncIterator[list[Mapping[str, Any]]
                 return
             yield [line]
     except (anyio.IncompleteRead, anyio.DelimiterNotFound):
+        with anyio.move_on_after(EXIT_S):
+            await process.wait()
+        log.error("the process that changes models failed", action=task["action"], code=process.returncode)
         raise internal_error() from None
     finally:
         if process.returncode is None:
