@@ -18,6 +18,7 @@ from uma_trio.daemon.scheduling.cost import CostModel, LinearModel
 from uma_trio.daemon.scheduling.timings import StepTimings
 from uma_trio.daemon.serving.controllers.driver import ControllerDriver
 from uma_trio.daemon.serving.embedding import EmbeddingQueue, PendingEmbeddings
+from uma_trio.daemon.serving.in_flight import InFlightSteps
 from uma_trio.daemon.serving.offload import Offloader
 from uma_trio.daemon.serving.planning import NoStep, StepPlanner
 from uma_trio.daemon.serving.prompt_lookup import PromptLookup
@@ -68,7 +69,7 @@ class Planning:
             running=self.running,
             waiting=self.waiting,
             embeddings=self.embeddings,
-            controllers=ControllerDriver(None, None, self.running, self.waiting, None),
+            controllers=ControllerDriver(None, None, InFlightSteps(None), self.running, self.waiting, None),
         )
         self.n_steps = 0
 

@@ -119,7 +119,7 @@ class Scheduler:
         self._waiting = WaitingQueue(self._running, config.limits.max_queue)
         self._embeddings = EmbeddingQueue(self.info, config.limits.max_queue, self._leave)
         self._steps = InFlightSteps(engine)
-        self._controllers = ControllerDriver(runtime, engine, self._running, self._waiting, self)
+        self._controllers = ControllerDriver(runtime, engine, self._steps, self._running, self._waiting, self)
         self._planner = StepPlanner(
             info=self.info,
             limits=config.scheduling,
@@ -479,8 +479,8 @@ class Scheduler:
         """
         for each in completed:
             self._deliver_tokens(each, controlled=True)
-            self._controllers.step_completed(each.step)
         if self._steps.begun is not None:
+            self._controllers.start_next_exchange()
             return
         until = trio.current_time() + MAX_WAIT_S
         self._controllers.advance()
@@ -566,7 +566,6 @@ class Scheduler:
         """``step`` was withdrawn; if it had begun, its KV operations are done."""
         now = trio.current_time()
         self._steps.next_begins(now)
-        self._controllers.step_revoked(step)
         self._planner.undo(step.planned, began=began)
         if began:
             self._steps.lost_time.interrupted(1e3 * (now - step.began_at))
@@ -728,7 +727,6 @@ class Scheduler:
         self._running.restart()
         if self.on_step is not None:
             self.on_step()
-        self._controllers.steps_lost()
         self._stats.end_of_work()
         culprit = self._planner.bisection.crashed(suspects)
         if culprit is not None:

@@ -134,6 +134,10 @@ class InFlightStep:
     runs_ahead: bool = False
     revoked: bool = False
     """The engine was asked not to begin it."""
+    is_masked: bool = False
+    """The engine waits in it for masks of controllers."""
+    has_asked: bool = False
+    """Its masks were requested, are ready, or will not come.  None are requested before it begins."""
     began_at: float = attrs.field(factory=trio.current_time)
 
     @property

@@ -26,6 +26,7 @@ from uma_trio.daemon.serving.controllers.masked_steps import MaskedSteps
 from uma_trio.daemon.serving.controllers.results import append_inserted, splice
 from uma_trio.daemon.serving.controllers.sequences import ControlledSequences, control_of, is_prefilled, reading
 from uma_trio.daemon.serving.controllers.state import ControlledRequest, Phase
+from uma_trio.daemon.serving.in_flight import InFlightSteps
 from uma_trio.daemon.serving.output import send_controller_output, send_rest, send_unsent
 from uma_trio.daemon.serving.running import RunningSet
 from uma_trio.daemon.serving.sequence import Sequence, State
@@ -53,6 +54,7 @@ class ControllerDriver:
     Args:
         runtime: runs the controllers; ``None``: there are none.
         engine: computes the steps.
+        steps: which it has now.
         loop: the scheduler.
     """
 
@@ -60,6 +62,7 @@ class ControllerDriver:
         self,
         runtime: ControllerRuntime | None,
         engine: SupervisedEngine,
+        steps: InFlightSteps,
         running: RunningSet,
         waiting: WaitingQueue,
         loop: Loop,
@@ -81,7 +84,7 @@ class ControllerDriver:
         """When the latest exchange ended."""
         self._is_slow = False
         """The latest exchange took longer than a plan waits."""
-        self._steps = MaskedSteps(engine)
+        self._steps = MaskedSteps(engine, steps)
         self._post_pre_ms, self._mid_ms = RecentValues(50, 99), RecentValues(50, 99)
         """Durations of recent exchanges."""
         self._exchanges_ms = [math.inf, math.inf]
@@ -93,7 +96,10 @@ class ControllerDriver:
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self._controlled.live or self._freed or self._unused or self._steps.begun or self._steps.ahead)
+        if self._controlled.live or self._freed or self._unused:
+            return True
+        begun, ahead = self._steps.in_flight.begun, self._steps.in_flight.ahead
+        return (begun is not None and begun.is_masked) or (ahead is not None and ahead.is_masked)
 
     def snapshot(self) -> dict[str, Any] | None:
         """Numbers for the metrics; ``None`` without a runtime."""
@@ -167,25 +173,12 @@ class ControllerDriver:
 
     # -- called by the tick ---------------------------------------------------------------------
 
-    def step_completed(self, step: InFlightStep) -> None:
-        """Tell controllers of the tokens of ``step``, which are counted and sent."""
-        self._steps.completed(step)
-        self._start_next_exchange()
-
-    def step_revoked(self, step: InFlightStep) -> None:
-        """Forget ``step``, which ran ahead and was not begun.  Unused masks and splices stay."""
-        self._steps.removed(step)
-
-    def steps_lost(self) -> None:
-        """Forget all steps in flight: the engine died.  Unused masks and splices stay."""
-        self._steps.lost()
-
     def advance(self) -> None:
         """Splice what controllers have asked for, and start the next exchange; no step is in flight."""
         for sequence in self._controlled.in_phase(Phase.MASK_READY):
             if control_of(sequence).splice is not None:
                 self._loop.deliver(splice(sequence, self._running.cache), trio.current_time())
-        self._start_next_exchange()
+        self.start_next_exchange()
 
     async def wait_for_exchange(self, until: float) -> bool:
         """Wait for the exchange that runs, if sequences wait for it that should be in the next plan.
@@ -225,12 +218,12 @@ class ControllerDriver:
 
     def request_masks(self, step: InFlightStep) -> None:
         """Ask for the masks of ``step``, which was just sent, or tell the engine that they are ready."""
-        if self._steps.begun is not step:
+        if self._steps.begun is not step:  # of a step that runs ahead, when it begins
             return
         sampled = self._steps.sampled(step)
         rows = {each.id: each.mask_row for each in map(control_of, sampled) if each.mask_row is not None}
         assert len(rows) in (0, len(sampled))
-        self._steps.has_asked = True
+        step.has_asked = True
         if rows:
             self._steps.ready(step, rows)
         else:
@@ -240,7 +233,7 @@ class ControllerDriver:
         """Whether no step may run ahead of ``step``, because that would delay a controlled sequence."""
         if self._can_go_on:
             return True
-        return self._steps.begun is step and not self._steps.may_run_ahead(step, self._exchanges_ms)
+        return step.is_masked and not self._steps.may_run_ahead(step, self._exchanges_ms)
 
     @property
     def _can_go_on(self) -> bool:
@@ -264,11 +257,12 @@ class ControllerDriver:
 
     # -- what is asked --------------------------------------------------------------------------
 
-    def _start_next_exchange(self) -> None:
+    def start_next_exchange(self) -> None:
         """Start exchanges, as long as there is one to start and none runs.
 
         None starts between a mask and the token that it allows: ``pre`` comes after ``post``, and the masks of a step
-        stay where they are until the engine has read them.
+        stay where they are until the engine has read them.  They also stay if the step is revoked, or lost with the
+        engine.
         """
         while self._exchange is None and self and not self._steps.keeps_masks:
             if self._controlled.in_phase(Phase.MASK_READY):
@@ -335,7 +329,7 @@ class ControllerDriver:
         """Ask for the masks of ``step``, which ran ahead: of the sequences whose controllers want another token."""
         asked = [each for each in self._ready if step.row_of(each) is not None]
         if asked:
-            self._steps.has_asked = True
+            step.has_asked = True
             self._ask_mid(asked)
         else:
             self._steps.give_up()
@@ -381,7 +375,7 @@ class ControllerDriver:
             else:
                 duration_ms.add(1e3 * self._age_s)
                 take()
-            self._start_next_exchange()
+            self.start_next_exchange()
             if self._can_go_on:
                 self._loop.wake()
             else:

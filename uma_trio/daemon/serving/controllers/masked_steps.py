@@ -9,6 +9,7 @@ from typing import Final
 
 from uma_trio.daemon.engines.supervisor import SupervisedEngine
 from uma_trio.daemon.serving.controllers.sequences import control_of, is_prefilled
+from uma_trio.daemon.serving.in_flight import InFlightSteps
 from uma_trio.daemon.serving.sequence import Sequence
 from uma_trio.daemon.serving.step import InFlightStep
 from uma_trio.engine_link.masks import MaskFile
@@ -20,24 +21,23 @@ grammar."""
 
 
 class MaskedSteps:
-    """At most two steps: one that has begun, and one that runs ahead of it.
+    """Those of ``steps`` in which the engine waits for masks.  The key of a mask is the runtime's id of its sequence."""
 
-    The key of a mask is the runtime's id of its sequence.
-    """
-
-    def __init__(self, engine: SupervisedEngine) -> None:
+    def __init__(self, engine: SupervisedEngine, steps: InFlightSteps) -> None:
         self._engine = engine
-        self.begun: InFlightStep | None = None
-        """The step that has begun."""
-        self.ahead: InFlightStep | None = None
-        """The step that runs ahead.  Its masks are asked for when it begins."""
-        self.has_asked = False
-        """The masks of ``begun`` were requested, are ready, or will not come."""
+        self.in_flight = steps
+
+    @property
+    def begun(self) -> InFlightStep | None:
+        """The step that has begun, if it is one of them."""
+        step = self.in_flight.begun
+        return step if step is not None and step.is_masked else None
 
     @property
     def keeps_masks(self) -> bool:
         """Whether no mask may be overwritten, because the engine reads them or is about to."""
-        return self.begun is not None and self.has_asked
+        step = self.begun
+        return step is not None and step.has_asked
 
     def attach_masks(self, step: InFlightStep, message: SubmittedStep, masks: MaskFile | None) -> None:
         """Have the engine wait for the masks of controlled sequences in a step that is not sent yet."""
@@ -54,27 +54,7 @@ class MaskedSteps:
         plain = [sequence for sequence in step.rows if not sequence.control.exists]
         if plain and not any(sequence.sampling.grammar for sequence in plain):
             message.mask_timeout_ms = SHORT_MASK_TIMEOUT_MS
-        if step.runs_ahead:
-            self.ahead = step
-        else:
-            self.begun, self.has_asked = step, False
-
-    def completed(self, step: InFlightStep) -> None:
-        """Forget ``step``, which is complete: the step that ran ahead of it has begun."""
-        self.removed(step)
-        if self.begun is None:
-            self.begun, self.ahead, self.has_asked = self.ahead, None, False
-
-    def removed(self, step: InFlightStep) -> None:
-        """Forget ``step``, which is no longer in flight."""
-        if self.begun is step:
-            self.begun = None
-        if self.ahead is step:
-            self.ahead = None
-
-    def lost(self) -> None:
-        """Forget all steps: the engine died."""
-        self.begun = self.ahead = None
+        step.is_masked = True
 
     def sampled(self, step: InFlightStep) -> list[Sequence]:
         """The controlled sequences that ``step`` samples."""
@@ -82,7 +62,7 @@ class MaskedSteps:
 
     def samples(self, sequence: Sequence) -> bool:
         """Whether a step in flight samples the next token of ``sequence``."""
-        rows = [step.rows.get(sequence) for step in (self.begun, self.ahead) if step is not None]
+        rows = [step.rows.get(sequence) for step in self.in_flight]
         return any(row is not None and row.is_sampled for row in rows) and is_prefilled(sequence)
 
     def ready(self, step: InFlightStep, rows: Mapping[int, int]) -> None:
@@ -91,14 +71,15 @@ class MaskedSteps:
         Args:
             rows: row of each mask, by the ids of sequences.
         """
-        if self.begun is step:
+        if self.in_flight.begun is step:
             self._engine.link.masks_ready(step.number, rows)
 
     def give_up(self) -> None:
         """Tell the engine that no more masks will come for the step that has begun, if there is one."""
-        if self.begun is not None:
-            self.has_asked = True
-            self.ready(self.begun, {})
+        step = self.begun
+        if step is not None:
+            step.has_asked = True
+            self.ready(step, {})
 
     def may_run_ahead(self, step: InFlightStep, exchanges_ms: abc.Sequence[float]) -> bool:
         """Whether all controllers in ``step`` are expected to want another token, and to answer while it computes.
