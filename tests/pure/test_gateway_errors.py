@@ -53,6 +53,12 @@ def test_only_what_a_client_can_retry_is_an_overload(error: Any) -> None:
     assert (body["code"] in ("rate_limit_exceeded", "server_is_overloaded")) == (error.http_status in (429, 503))
 
 
+@all_cases("error", all_errors())
+def test_an_error_of_the_daemon_has_the_status_and_the_code_of_the_reference(error: Any) -> None:
+    found = from_failure(Failure(code=error.code, message="x"))
+    assert (found.status, found.code) == (error.http_status, error.code)
+
+
 def test_a_refusal_of_the_daemon_names_the_field() -> None:
     event = Failure.of(BadRequest("top_p must be a number from 0 to 1, not 2", field="messages[0].role"))
     assert from_failure(event).parameter == "messages[0].role"  # the text is for people

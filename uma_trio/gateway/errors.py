@@ -12,13 +12,13 @@ from typing import Final
 
 from uma_trio.client import BrokenProtocol, ClientError, Failure, Loading, NoServer, ServerError
 from uma_trio.errors import (
+    BadRequest,
     ControllerNotFound,
     DeadlineMissed,
     FrameTooLarge,
     InternalError,
     InvalidJson,
     ModelNotFound,
-    PromptTooLarge,
     ShuttingDown,
     TooManyValues,
     all_errors,
@@ -104,7 +104,7 @@ class HttpError(Exception):
 
 def invalid(message: str, *, parameter: str | None = None) -> HttpError:
     """The error for a field that is missing, of the wrong type, out of bounds or not supported."""
-    return HttpError(400, "E_PROTO_BAD_REQUEST", message, parameter=parameter)
+    return HttpError(BadRequest.http_status, BadRequest.code, message, parameter=parameter)
 
 
 def client_left() -> HttpError:
@@ -139,10 +139,9 @@ def from_failure(failure: Failure) -> HttpError:
     retry_after_ms = failure.retry_after_ms
     if retry_after_ms is None and status in (429, 503):
         retry_after_ms = UNKNOWN_RETRY_MS
-    if failure.code == FrameTooLarge.code:
-        message = f"the request is larger than the daemon takes (--max-frame-bytes): {failure.message}"
-        return HttpError(PromptTooLarge.http_status, PromptTooLarge.code, message, parameter="prompt")
     message = failure.message
+    if failure.code == FrameTooLarge.code:
+        message = f"the request is larger than the daemon takes (--max-frame-bytes): {message}"
     if failure.code == ControllerNotFound.code:
         message = (
             f"{message.rstrip()} (POST /v1/controllers stores a controller, GET /v1/controllers/tags lists the tags)"
