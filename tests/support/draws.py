@@ -10,7 +10,7 @@ import numpy as np
 from uma_trio.engine.sampling import sampler
 from uma_trio.engine.sampling.candidates import Doubles, Floats, Ints, relative_weights
 from uma_trio.engine.sampling.dry import Breakers
-from uma_trio.engine.sampling.plan import Mask, Rows, SamplingPlan
+from uma_trio.engine.sampling.plan import BannedIds, Rows, SamplingPlan
 from uma_trio.engine_link.sampling import Bias, Past, SamplingParams
 
 
@@ -29,7 +29,7 @@ def sample(
 def distribution(
     logits: Floats,
     params: SamplingParams,
-    mask: Mask = None,
+    banned: BannedIds = None,
     bias: Bias | None = None,
     past: Past | None = None,
     breakers: Breakers | None = None,
@@ -47,7 +47,9 @@ def distribution(
         arrays are empty where ``sample`` returns ``NO_TOKEN``.
     """
     plan = SamplingPlan([params], len(logits))
-    rows = sampler.apply_logit_ops(logits[np.newaxis], Rows([params], [step], [mask], [bias], [past], [breakers]), plan)
+    rows = sampler.apply_logit_ops(
+        logits[np.newaxis], Rows([params], [step], [banned], [bias], [past], [breakers]), plan
+    )
     max_logits = rows.max(axis=1)
     if not np.isfinite(max_logits[0]):
         return np.empty(0, np.int64), np.empty(0)

@@ -348,7 +348,7 @@ class FakeEngine:
         """The next drafts fail with this reason."""
         self.embedding_failure: str | None = None
         """The next texts to embed fail with this reason."""
-        self.masks: Masks | None = None
+        self.late_masks: Masks | None = None
         self.interrupts: Interrupts | None = None
         self.is_async = False
         self.checkpoints: dict[int, tuple[int, int]] = {}
@@ -427,7 +427,7 @@ class FakeEngine:
             late = any(sample.late_mask is not None for each in call for sample in each.samples)
             self._masks_ready = (
                 callbacks.wait_for_masks(step.number, step.mask_timeout_ms)
-                if late and callbacks is not None and self.masks is not None
+                if late and callbacks is not None and self.late_masks is not None
                 else None
             )
             for each in call:
@@ -596,11 +596,11 @@ class FakeEngine:
                 preferred += free[token % len(free) :][:1] if free else []
             if sample.late_mask is not None:
                 row = None if self._masks_ready is None else self._masks_ready.rows.get(sample.late_mask)
-                if row is None or self.masks is None:
+                if row is None or self.late_masks is None:
                     sampled.append(MASK_LATE)
                     continue
                 logits = np.zeros(N_VOCAB, np.float32)
-                self.masks.add_to(logits, row)
+                self.late_masks.add_to(logits, row)
                 if not np.isfinite(logits.max()):
                     sampled.append(NO_TOKEN)
                     continue
@@ -744,7 +744,7 @@ class VirtualLink:
         self._free_at = -math.inf
         self._grammars = KnownGrammars()
         self._masks: MaskFile | None = None
-        engine.masks = None
+        engine.late_masks = None
         engine.interrupts = self._flags = VirtualFlags()
         self._begun: tuple[Step, float] | None = None
         """A step that waits for its late masks, and when it began."""
@@ -764,7 +764,7 @@ class VirtualLink:
     def attach_masks(self, file: MaskFile) -> None:
         if file is not self._masks:
             self._masks = file
-            self.engine.masks = Masks(file)
+            self.engine.late_masks = Masks(file)
 
     def masks_ready(self, number: int, rows: Mapping[int, int]) -> None:
         self._masks_ready = MasksReady(number, rows), trio.current_time()

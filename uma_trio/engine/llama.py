@@ -125,7 +125,7 @@ class LlamaEngine:
         self._settings = with_defaults(settings)
         self.fit: FitReport | None = None
         """How the settings were chosen; set by the caller that chose them."""
-        self.masks: Masks | None = None
+        self.late_masks: Masks | None = None
         self._device_times: dict[bool, tuple[float, int]] = {}
         """Seconds that a GPU took for the last call that only decoded and for the last other one, and the rows of each."""
         self._last: Call | None = None
@@ -441,14 +441,14 @@ class LlamaEngine:
             if len(calls) == 1 and self._can_repeat(call):
                 self._last = call
             decoded = time.perf_counter()
-            masks = _Masks(pending, step.mask_timeout_ms, self._late_rows(step, inputs, callbacks))
-            sampled, scored, next_mus = self._sample(call, masks) if samples else ([], [], {})
+            call_masks = _CallMasks(pending, step.mask_timeout_ms, self._late_rows(step, inputs, callbacks))
+            sampled, scored, next_mus = self._sample(call, call_masks) if samples else ([], [], {})
             if samples:
                 copied += self._sampling.copied_rows + len(scored) - scored.count(None)
             if next_mus:
                 seq_ids = [each.seq_id for each in inputs for _ in each.samples]
                 mus += [(seq_ids[row], mu) for row, mu in next_mus.items()]
-            for each in masks.filled:
+            for each in call_masks.filled:
                 filled.append(each)
                 forced |= each.forced
             if wanted and step.look_ahead:
@@ -584,8 +584,8 @@ class LlamaEngine:
     def _late_rows(
         self, step: Step[StepInput], inputs: Sequence[StepInput], callbacks: StepCallbacks | None
     ) -> dict[int, int | None]:
-        """Rows of logits that wait for a late mask: its row there, or ``None`` where it has not come."""
-        if self.masks is None and not step.mask_timeout_ms:
+        """For each row of logits with a controller's late mask, the row of the mask; ``None`` if the mask has not come."""
+        if self.late_masks is None and not step.mask_timeout_ms:
             return {}
         keys = [sample.late_mask for each in inputs for sample in each.samples]
         late = {at: key for at, key in enumerate(keys) if key is not None}
@@ -593,13 +593,15 @@ class LlamaEngine:
             return {}
         ready = (
             callbacks.wait_for_masks(step.number, step.mask_timeout_ms)
-            if callbacks is not None and self.masks is not None
+            if callbacks is not None and self.late_masks is not None
             else None
         )
         rows = {} if ready is None else ready.rows
         return {at: rows.get(key) for at, key in late.items()}
 
-    def _sample(self, call: Call, masks: _Masks) -> tuple[list[int], list[TokenLogprobs | None], dict[int, float]]:
+    def _sample(
+        self, call: Call, call_masks: _CallMasks
+    ) -> tuple[list[int], list[TokenLogprobs | None], dict[int, float]]:
         """A token for each sample of ``call``, its log-probabilities where they are wanted, and what mirostat changes, by row.
 
         There are no log-probabilities at all where nobody asks.
@@ -607,15 +609,15 @@ class LlamaEngine:
         samples = call.samples
         logits = self._context.logits(len(samples)).array
         rows = Rows(call.params, [each.n_before for each in samples])
-        if call.are_plain and masks.pending is None and not masks.shared:
+        if call.are_plain and call_masks.pending is None and not call_masks.late_rows:
             return self._sampling.sample(logits, rows).tolist(), [], {}
         with_logprobs = [row for row, sample in enumerate(samples) if sample.logprobs is not None]
         raw = logits[with_logprobs] if with_logprobs else None  # sampling overwrites the logits
-        late = masks.wait(logits, self.masks)
-        if masks.filled:
-            rows.grammars = [masks.filled[0].masks.get(row) for row in range(len(samples))]
+        late = call_masks.wait(logits, self.late_masks)
+        if call_masks.filled:
+            rows.grammar_masks = [call_masks.filled[0].masks.get(row) for row in range(len(samples))]
         mus: dict[int, float] = {}
-        rows.masks = [sample.banned for sample in samples]
+        rows.banned = [sample.banned for sample in samples]
         rows.biases = [sample.bias for sample in samples]
         rows.pasts = [sample.past for sample in samples]
         rows.breakers = [self._breakers(tuple(each.breakers)) if each.params.dry_window else None for each in samples]
@@ -698,15 +700,16 @@ class Call:
 
 
 @attrs.define
-class _Masks:
-    """What restricts the samples of one call."""
+class _CallMasks:
+    """The masks of grammars and of controllers that restrict the samples of one call."""
 
     pending: PendingMasks | None
+    """Masks of grammars that are being filled."""
     timeout_ms: float
-    shared: Mapping[int, int | None]
-    """Rows that wait for a late mask: its row there, or ``None`` where it has not come."""
+    late_rows: Mapping[int, int | None]
+    """For each row of logits with a controller's late mask, the row of the mask; ``None`` if the mask has not come."""
     filled: list[FilledMasks] = attrs.field(factory=list)
-    """At most one: of the grammars."""
+    """The masks of grammars after ``wait``; at most one element."""
 
     def wait(self, logits: npt.NDArray[np.float32], late_masks: Masks | None) -> list[int]:
         """Wait for the masks of grammars, and add those of controllers to ``logits``; returns the rows whose mask is late."""
@@ -714,7 +717,7 @@ class _Masks:
         if self.pending is not None:
             self.filled.append(self.pending.wait(self.timeout_ms))
             late += self.filled[0].late
-        for at, row in self.shared.items():
+        for at, row in self.late_rows.items():
             if row is None:
                 late.append(at)
             elif late_masks is not None:

@@ -546,9 +546,9 @@ class Worker:
     def _attach_masks(self, file: MaskFile) -> None:
         """Map the masks.  If that fails, all samples that wait for a mask get ``MASK_LATE``."""
         assert self.engine is not None
-        self.engine.masks = None
+        self.engine.late_masks = None
         try:
-            self.engine.masks = Masks(file)
+            self.engine.late_masks = Masks(file)
         except (OSError, ValueError) as error:
             log.error("the masks cannot be mapped: %s", error)
         finally:

@@ -595,8 +595,8 @@ class Engine(Protocol):
 
     is_async: bool
     """``llama_decode`` returns while the device still computes, as on a GPU."""
-    masks: Masks | None
-    """Where late masks are; attached by the worker."""
+    late_masks: Masks | None
+    """Masks of controllers, in shared memory; attached by the worker."""
     interrupts: Interrupts | None
     """Flags of steps that give way; attached by the worker."""
 

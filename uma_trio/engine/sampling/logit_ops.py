@@ -1,4 +1,4 @@
-"""Operations on single logits, before any filter: masks, biases and penalties.
+"""Operations on single logits, before any filter: bans, biases and penalties.
 
 Each operation names a few tokens of a row.  The tokens of all rows are concatenated, and a few numpy calls update
 them, so the cost of a step depends on how many logits change and not on the size of the vocabulary.  Rows stay
@@ -20,9 +20,9 @@ from uma_trio.engine_link.tokens import TokenIds
 Ints = npt.NDArray[np.int64]
 
 
-def apply_masks(logits: Floats, masks: Sequence[npt.NDArray[np.integer] | None]) -> None:
-    """Set the logits of forbidden tokens to -inf."""
-    logits[_indices([(row, mask) for row, mask in enumerate(masks) if mask is not None])] = -np.inf
+def apply_bans(logits: Floats, banned: Sequence[npt.NDArray[np.integer] | None]) -> None:
+    """Set the logits of banned tokens to -inf."""
+    logits[_indices([(row, ids) for row, ids in enumerate(banned) if ids is not None])] = -np.inf
 
 
 def apply_biases(logits: Floats, biases: Sequence[Bias | None]) -> None:

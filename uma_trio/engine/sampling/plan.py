@@ -14,11 +14,11 @@ from uma_trio.engine.sampling.dry import Breakers
 from uma_trio.engine.sampling.filters import FILTERS
 from uma_trio.engine_link.sampling import Bias, Past, SamplingParams
 
-Mask: TypeAlias = npt.NDArray[np.integer] | None
+BannedIds: TypeAlias = npt.NDArray[np.integer] | None
 
 
 class RowMask(Protocol):
-    """Some tokens that may follow."""
+    """The tokens that may follow, for one row."""
 
     def apply(self, row: npt.NDArray[np.float32]) -> None:
         """Set the logits of all others to -inf."""
@@ -40,7 +40,7 @@ class Rows(msgspec.Struct, gc=False):
     params: Sequence[SamplingParams]
     steps: Sequence[int]
     """How many tokens each row's request has drawn before."""
-    masks: Sequence[Mask] | None = None
+    banned: Sequence[BannedIds] | None = None
     """Ids of forbidden tokens, in [0, n_vocab)."""
     biases: Sequence[Bias | None] | None = None
     """What is added to the logits."""
@@ -48,8 +48,8 @@ class Rows(msgspec.Struct, gc=False):
     """The tokens that penalties need; ``None`` for a row without penalties."""
     breakers: Sequence[Breakers | None] | None = None
     """What ends a repetition, for each row with DRY."""
-    grammars: Sequence[RowMask | None] | None = None
-    """What grammars allow."""
+    grammar_masks: Sequence[RowMask | None] | None = None
+    """Tokens that grammars allow."""
 
     def part(self, rows: slice) -> Rows:
         """Some of the rows."""

@@ -1,9 +1,9 @@
 """Sample one token for each row of a step, all rows together.
 
-    biases -> repetition, frequency and presence penalties -> DRY -> masks
+    biases -> repetition, frequency and presence penalties -> DRY -> banned ids -> grammars
            -> top-n-sigma -> top-k -> typical-p -> top-p -> min-p -> XTC -> temperature -> draw
 
-With mirostat, what follows the masks is: temperature -> limit of the surprise -> draw -> next limit.
+With mirostat, the steps after the grammars are: temperature -> limit of the surprise -> draw -> next limit.
 
 Rows are independent: a row gets the same token alone and in any batch.  Touching every logit is the expensive part, so
 that happens in a few passes over the whole matrix.  All further work is on the few candidates that remain.
@@ -35,7 +35,7 @@ from uma_trio.engine.sampling.candidates import (
 )
 from uma_trio.engine.sampling.dry import apply_dry
 from uma_trio.engine.sampling.filters import kept_tokens
-from uma_trio.engine.sampling.logit_ops import apply_biases, apply_masks, apply_penalties
+from uma_trio.engine.sampling.logit_ops import apply_bans, apply_biases, apply_penalties
 from uma_trio.engine.sampling.plan import Filters, Rows, SamplingPlan
 from uma_trio.engine.sampling.rng import uniforms
 from uma_trio.engine_link.sampling import NO_TOKEN, SamplingParams
@@ -63,7 +63,7 @@ def sample(
     """Sample one token for each row.
 
     Args:
-        logits: (rows, n_vocab).  Masks, biases and penalties overwrite it, unless the array is read-only.
+        logits: (rows, n_vocab).  Bans, masks, biases and penalties overwrite it, unless the array is read-only.
         mus: gets ``SamplingParams.mu`` for the next draw, for each row that mirostat has drawn.
         plan: of ``rows.params``, if it is there already.
 
@@ -98,9 +98,9 @@ def sample(
 
 def apply_logit_ops(logits: Floats, rows: Rows, plan: SamplingPlan) -> Floats:
     params = rows.params
-    masks, biases, pasts = _if_any(rows.masks), _if_any(rows.biases), _if_any(rows.pasts)
-    grammars = _if_any(rows.grammars)
-    if not (masks or biases or pasts or grammars or plan.cuts):
+    banned, biases, pasts = _if_any(rows.banned), _if_any(rows.biases), _if_any(rows.pasts)
+    grammar_masks = _if_any(rows.grammar_masks)
+    if not (banned or biases or pasts or grammar_masks or plan.cuts):
         return logits
     if not logits.flags.writeable:
         logits = logits.copy()
@@ -111,9 +111,9 @@ def apply_logit_ops(logits: Floats, rows: Rows, plan: SamplingPlan) -> Floats:
         for row, (past, found) in enumerate(zip(pasts, rows.breakers or (), strict=False)):
             if past is not None and found is not None:
                 apply_dry(logits[row], params[row], past.tokens, found)
-    if masks:  # last, so that a mask wins over any bias or penalty, even over NaN
-        apply_masks(logits, masks)
-    for row, mask in enumerate(grammars):
+    if banned:  # last, so that a ban wins over any bias or penalty, even over NaN
+        apply_bans(logits, banned)
+    for row, mask in enumerate(grammar_masks):
         if mask is not None:
             mask.apply(logits[row])
     for row in plan.cuts:
