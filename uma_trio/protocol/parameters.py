@@ -54,13 +54,11 @@ class Field:
     """Length of a list."""
     flags: tuple[str, ...] = ()
     """Spellings of its flag.  A number that has one is in the form of the dashboard, too."""
-    openai: tuple[str, ...] = ()
-    """Its names in the APIs of OpenAI and llama-server.  Of several names in a body the first one counts."""
-    responses: tuple[str, ...] = ()
-    """Its names in OpenAI's Responses."""
-    anthropic: tuple[str, ...] = ()
-    ollama: tuple[str, ...] = ()
-    """Its names in the options of Ollama's API."""
+    api_names: Mapping[str, tuple[str, ...]] = attrs.Factory(dict)
+    """Its names in each HTTP API that has it.  Of several names in a body the first one counts.
+
+    ``openai`` stands also for llama-server, ``responses`` for OpenAI's Responses, ``ollama`` for the options of Ollama's API.
+    """
     minus_one: float | None = -1
     """What -1 stands for in other APIs and in model files; ``None``: that there is no value."""
     trace: str | None = None
@@ -85,9 +83,8 @@ class Field:
         return re.sub(r"\[([^][]+)\]\([^)]+\)", r"\1", text).replace("`", "")
 
     def names_in(self, dialect: str) -> tuple[str, ...]:
-        """Its names in bodies of a dialect; none: the dialect has no such field, or one with a meaning of its own."""
-        found: tuple[str, ...] = getattr(self, dialect)
-        return found
+        """Its names in bodies of a dialect; empty if the dialect has no such field, or one with a meaning of its own."""
+        return self.api_names.get(dialect, ())
 
     def from_client(self, value: Any) -> Any:
         """A value of another API as the socket protocol has it."""
@@ -142,9 +139,11 @@ class PlainFields:
         unset="[as many as there is room for](PROTOCOL.md#answers-of-open-length), or the daemon's `default_max_tokens`",
         between=(1, MAX_INT32),
         flags=("--max-tokens",),
-        openai=("max_completion_tokens", "max_tokens", "n_predict"),
-        responses=("max_output_tokens",),
-        ollama=("num_predict",),
+        api_names={
+            "openai": ("max_completion_tokens", "max_tokens", "n_predict"),
+            "responses": ("max_output_tokens",),
+            "ollama": ("num_predict",),
+        },
         minus_one=None,
         trace="max_tokens",
     )
@@ -157,7 +156,7 @@ class PlainFields:
         1,
         "Number of answers; see [several answers](PROTOCOL.md#several-answers).",
         between=(1, 16),
-        openai=("n_cmpl", "n"),
+        api_names={"openai": ("n_cmpl", "n")},
         trace="choice.count",
         goes_with_controller=False,
     )
@@ -167,8 +166,7 @@ class PlainFields:
         unset="the daemon chooses a seed and reports it in `eos`",
         between=(0, MAX_SEED),
         flags=("--seed",),
-        openai=("seed",),
-        ollama=("seed",),
+        api_names={"openai": ("seed",), "ollama": ("seed",)},
         minus_one=None,
         trace="seed",
     )
@@ -178,9 +176,7 @@ class PlainFields:
         chars=(1, 256),
         most=16,
         flags=("--stop",),
-        openai=("stop",),
-        anthropic=("stop_sequences",),
-        ollama=("stop",),
+        api_names={"openai": ("stop",), "anthropic": ("stop_sequences",), "ollama": ("stop",)},
         trace="stop_sequences",
         goes_with_controller=False,
     )
@@ -190,13 +186,13 @@ class PlainFields:
         between=(0, MAX_INT32),
         most=64,
         flags=("--stop-token",),
-        openai=("stop_token_ids",),
+        api_names={"openai": ("stop_token_ids",)},
         goes_with_controller=False,
     )
     ignore_eos: bool = field(
         False,
         "Never sample an end-of-generation token: generate exactly `max_tokens`, unless a stop string ends the answer.",
-        openai=("ignore_eos",),
+        api_names={"openai": ("ignore_eos",)},
         goes_with_controller=False,
     )
     n_keep: int | None = field(
@@ -206,7 +202,7 @@ class PlainFields:
         unset="refuse with `E_LIMIT_CONTEXT`",
         between=(0, MAX_INT32),
         flags=("--n-keep",),
-        ollama=("num_keep",),
+        api_names={"ollama": ("num_keep",)},
         minus_one=None,
         goes_with_controller=False,
     )
@@ -222,7 +218,7 @@ class PlainFields:
         unset="no limit but `max_tokens`",
         between=(0, MAX_INT32),
         flags=("--reasoning-budget",),
-        openai=("reasoning_budget_tokens", "thinking_budget_tokens"),
+        api_names={"openai": ("reasoning_budget_tokens", "thinking_budget_tokens")},
         minus_one=None,
         goes_with_controller=False,
     )
@@ -236,13 +232,13 @@ class PlainFields:
         "Texts that end a repetition, for `dry_multiplier`.",
         chars=(1, 40),
         most=16,
-        openai=("dry_sequence_breakers",),
+        api_names={"openai": ("dry_sequence_breakers",)},
     )
     cache_prompt: bool = field(
         True,
         "Reuse the KV cache of earlier requests of the same principal that begin alike, and leave this one's to later "
         "ones; see [prefix reuse](PROTOCOL.md#prefix-reuse).",
-        openai=("cache_prompt",),
+        api_names={"openai": ("cache_prompt",)},
     )
     speculate: bool | None = field(
         None,
@@ -250,7 +246,7 @@ class PlainFields:
         "`true` also tries it before any draft token was accepted, for answers that repeat their prompt. The text is the "
         "same.",
         unset="the daemon's `speculation`",
-        openai=("speculate",),
+        api_names={"openai": ("speculate",)},
     )
     stream: bool = field(True, "`false`: no `token` events; `eos` has the whole text.")
     echo: bool = field(
@@ -265,7 +261,7 @@ class PlainFields:
         False,
         "Say in `usage` which tokens of the prompt were computed although an earlier one began alike, and why: see "
         "[explanation](#explanation).",
-        openai=("explain",),
+        api_names={"openai": ("explain",)},
         goes_with_controller=False,
     )
     deadline_ms: int | None = field(
@@ -275,8 +271,7 @@ class PlainFields:
         unset="none but the daemon's `request_timeout_s`",
         between=(1, MAX_INT32),
         flags=("--deadline-ms",),
-        openai=("deadline_ms",),
-        responses=("deadline_ms",),
+        api_names={"openai": ("deadline_ms",), "responses": ("deadline_ms",)},
         minus_one=None,
         goes_with_controller=False,
     )
