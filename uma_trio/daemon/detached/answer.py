@@ -11,7 +11,7 @@ import msgspec
 import trio
 
 from uma_trio.daemon.prompts.prompt import Prompt
-from uma_trio.daemon.requests import Generation
+from uma_trio.daemon.requests import AnswerRecord, Generation
 from uma_trio.daemon.store import answer_log as log
 from uma_trio.daemon.store.answer_log import AnswerLog, Change, EndState, Record
 from uma_trio.daemon.store.encoding import decode_tokens, encode_tokens
@@ -28,7 +28,7 @@ INTERRUPTIONS: Final = (ModelUnavailable.code, ShuttingDown.code)
 """Codes of errors that end other requests, and that an answer outlives: its engine cannot be started, or the daemon ends."""
 
 
-class DetachedAnswer:
+class DetachedAnswer(AnswerRecord):
     """The sink and the record of an answer.  Clients get what has been written, and nothing else.
 
     Args:
@@ -69,7 +69,6 @@ class DetachedAnswer:
         self.interruption: Failure | None = None
         """What has ended the last attempt to make it, but not the answer."""
         self.title = found.title
-        """As ``TitleKeeper.title``."""
         self._known, self._changes = found.token_ids, [*found.changes]
         self._n_replayed = len(found.events)
         """Events that come again, because they are made of tokens that are known."""
@@ -84,7 +83,7 @@ class DetachedAnswer:
         self._clock = clock
         self._changed = trio.Event()
 
-    # -- where it goes: EventSink and AnswerRecord ------------------------------------------------
+    # -- where it goes: EventSink and AnswerRecord, which say what the methods do -------------------
 
     @property
     def has_room(self) -> bool:
@@ -117,17 +116,14 @@ class DetachedAnswer:
 
     @property
     def known(self) -> Sequence[int]:
-        """As ``TokenLog.known``."""
         return self._known
 
     @property
     def mu(self) -> float | None:
-        """As ``TokenLog.mu``."""
         return self.log.mu
 
     @property
     def changes(self) -> Sequence[Change]:
-        """As ``TokenLog.changes``."""
         return self._changes
 
     def add(self, tokens: Sequence[int], mu: float | None, changes: Sequence[Change]) -> None:
@@ -136,7 +132,6 @@ class DetachedAnswer:
         self.note(log.new_tokens(list(tokens), events, mu, changes))
 
     async def kept(self, change: Change) -> None:
-        """As ``TokenLog.kept``."""
         while change not in self.log.changes:
             if self._is_closed:
                 raise ShuttingDown()
@@ -145,13 +140,11 @@ class DetachedAnswer:
             await self._changed.wait()
 
     async def rename(self, title: str) -> None:
-        """As ``TitleKeeper.rename``."""
         self.title = title
         self.note(log.Renamed(title))
         await self._all_written()
 
     def begin(self, prompt: Prompt, model: str, turns: int) -> Prompt:
-        """As ``AnswerRecord.begin``."""
         kept = self.log.prompt
         if kept is None:
             text, tokens = prompt.text, encode_tokens(prompt.tokens)
@@ -163,11 +156,10 @@ class DetachedAnswer:
 
     @property
     def turns(self) -> int | None:
-        """As ``AnswerRecord.turns``."""
         return None if self.log.prompt is None else self.log.prompt.turns
 
     def attempt(self, *, alone: bool = False) -> None:
-        """As ``TokenLog.attempt``.
+        """Note that the answer is worked on from now on.
 
         Args:
             alone: the daemon does nothing else until the answer is ``tried``.
@@ -177,12 +169,10 @@ class DetachedAnswer:
             self.note(log.Attempt(alone))
 
     async def begin_attempt(self) -> None:
-        """As ``AnswerRecord.begin_attempt``."""
         self.attempt()
         await self._all_written()
 
     def pause(self) -> None:
-        """As ``AnswerRecord.pause``."""
         if self._is_attempted:
             self._is_attempted = False
             self.note(log.Pause())
