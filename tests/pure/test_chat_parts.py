@@ -17,7 +17,7 @@ from tests.support.profile import thorough
 from tests.support.terminal import Screen
 from uma_trio.cli import answer_view
 from uma_trio.cli.answer import printable, warn_if_cut, warn_if_in_memory
-from uma_trio.cli.answer_view import MarkdownView, PlainView, closed_size, rendered
+from uma_trio.cli.answer_view import MarkdownView, PlainView, closed_size, render_lines
 from uma_trio.cli.conversation import Conversation, Message, as_fields, as_json, as_markdown
 from uma_trio.cli.shown_answer import ShownAnswer
 from uma_trio.protocol.answers import SessionInfo
@@ -159,7 +159,7 @@ def test_code_that_is_taller_than_the_terminal_is_there_once(monkeypatch: pytest
 
 
 def test_html_links_and_line_breaks_are_not_lost() -> None:
-    lines = ["".join(segment.text for segment in line) for line in rendered(Console(width=80), PAGE)]
+    lines = ["".join(segment.text for segment in line) for line in render_lines(Console(width=80), PAGE)]
     assert "of two lines with bold text, <b>HTML</b> and a link (http://example.org)." in lines
     assert lines[-1] == "The end."
 

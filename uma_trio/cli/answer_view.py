@@ -121,7 +121,7 @@ class MarkdownView:
 
     def _new_lines(self, console: Console, text: str) -> list[list[Segment]]:
         """The lines of ``text`` that are not printed yet, after an empty one if ``text`` follows other blocks."""
-        lines = rendered(console, text)
+        lines = render_lines(console, text)
         if lines and self._has_printed_blocks:
             lines.insert(0, [])
         return lines[self._n_printed :]
@@ -151,7 +151,7 @@ def closed_size(text: str) -> int:
     return sum(len(line) + 1 for line in complete.split("\n")[: starts[-1]])
 
 
-def rendered(console: Console, text: str) -> list[list[Segment]]:
+def render_lines(console: Console, text: str) -> list[list[Segment]]:
     """The lines of a Markdown text, without empty ones at the ends.
 
     HTML is shown as text, links with their addresses, and the line breaks of the text are kept: a model means them.

@@ -67,9 +67,9 @@ class Conversation:
         Args:
             retry: replace the latest question and its answer.
         """
-        new = self._asked(question, retry)
+        new = self._question_message(question, retry)
         if self.session is None:
-            return {"messages": [*self._system, *self._kept(retry), new]}
+            return {"messages": [*self._system, *self._earlier_messages(retry), new]}
         fields: dict[str, object] = {"session_id": self.session}
         fields["messages"] = [new] if self.messages else [*self._system, new]
         if retry:
@@ -110,7 +110,7 @@ class Conversation:
         """
         self.is_edited = False
         system = self._system if self.session is not None and not self.messages else []
-        self.messages = [*system, *self._kept(retry), self._asked(question, retry), *answer]
+        self.messages = [*system, *self._earlier_messages(retry), self._question_message(question, retry), *answer]
         if not retry:
             self.files = []
 
@@ -118,7 +118,7 @@ class Conversation:
         """All messages, the system message first."""
         return [*(self._system if not self.is_fixed else []), *self.messages]
 
-    def _asked(self, question: str, retry: bool) -> Message:
+    def _question_message(self, question: str, retry: bool) -> Message:
         """``question`` as a message.  One that is asked again keeps its files."""
         files = files_of(self.messages[-2]["content"]) if retry else self.files
         content = [*files, {"type": "text", "text": question}] if files else question
@@ -128,7 +128,7 @@ class Conversation:
     def _system(self) -> list[Message]:
         return [{"role": "system", "content": self.system}] if self.system else []
 
-    def _kept(self, retry: bool) -> Sequence[Message]:
+    def _earlier_messages(self, retry: bool) -> Sequence[Message]:
         return self.messages[:-2] if retry else self.messages
 
 
@@ -165,12 +165,14 @@ def as_json(messages: Sequence[Message]) -> str:
 def as_markdown(messages: Sequence[Message]) -> str:
     """The messages as a Markdown page with one section a message; reasoning is folded away."""
     return (
-        "\n\n".join(f"## {each['role']}\n\n{_folded(each)}{_shown(each['content'])}{_calls(each)}" for each in messages)
+        "\n\n".join(
+            f"## {each['role']}\n\n{_folded(each)}{_content_text(each['content'])}{_calls(each)}" for each in messages
+        )
         + "\n"
     )
 
 
-def _shown(content: str | Sequence[Part]) -> str:
+def _content_text(content: str | Sequence[Part]) -> str:
     return "\n\n".join([*[FILES[each["type"]] for each in files_of(content)], text_of(content)])
 
 

@@ -44,7 +44,7 @@ def table(snapshot: Mapping[str, Any]) -> list[str]:
     for title, names in groups.items():
         found = [pair for name in names if name in snapshot for pair in _flat(name, snapshot[name])]
         if found:
-            lines += ["", title, *(f"  {name:<34} {_shown(name, value)}" for name, value in found)]
+            lines += ["", title, *(f"  {name:<34} {_value_text(name, value)}" for name, value in found)]
     return lines[1:]
 
 
@@ -57,7 +57,7 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def _shown(name: str, value: Any) -> str:
+def _value_text(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if value is None or value == {}:

@@ -69,7 +69,7 @@ def command(
             line = {"index": each.index, "score": each.score, "document": text}
             click.echo(json.dumps(line, ensure_ascii=False))
         else:
-            click.echo(f"{each.score:>9.4f}  {_shown(text)}")
+            click.echo(f"{each.score:>9.4f}  {_one_line(text)}")
 
 
 def _lines(file: Path | None) -> list[str]:
@@ -85,7 +85,7 @@ def _lines(file: Path | None) -> list[str]:
     return [line for line in text.splitlines() if line.strip()]
 
 
-def _shown(text: str) -> str:
+def _one_line(text: str) -> str:
     """The document on one line; on a terminal its beginning."""
     line = " ".join(text.split())
     if sys.stdout.isatty() and len(line) > SHOWN_CHARS:

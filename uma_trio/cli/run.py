@@ -87,7 +87,7 @@ def _talk(name: str, prompt: tuple[str, ...], options: dict[str, Any]) -> None:
 
 
 def _located(model: str, *, offline: bool) -> LocatedModel:
-    """The model's file, downloaded if it is not here; ends the program if there is none."""
+    """The model's file, downloaded if it is not here; ends the program if there is no such model."""
     import attrs
 
     from uma_trio.cli.model_option import locate, model_locations_of_environment

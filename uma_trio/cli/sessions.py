@@ -98,7 +98,7 @@ def describe(context: click.Context, session_id: str, as_json: bool, model: str 
         _print([session], as_json=True)
         return
     for name, value in (
-        ("session", _shown(session.session_id)),
+        ("session", _without_controls(session.session_id)),
         ("turns", f"{session.turns:,} (answered requests)"),
         ("tokens", f"{session.tokens:,} (the beginning of its next prompt)"),
         ("begun", when(session.created_at)),
@@ -128,20 +128,20 @@ def show(context: click.Context, session_id: str, as_json: bool, model: str | No
         click.echo(_json({"session": attrs.asdict(session), **_content(transcript)}))
         return
     click.secho(
-        f"{_shown(session.session_id)}: {session.turns:,} turns, {session.tokens:,} tokens, begun "
+        f"{_without_controls(session.session_id)}: {session.turns:,} turns, {session.tokens:,} tokens, begun "
         f"{when(session.created_at)}, last used {when(session.used_at)}",
         bold=True,
     )
     for message in transcript.messages:
         click.secho(f"\n{message.role}", bold=True)
         if message.reasoning is not None:
-            click.secho(_shown(message.reasoning, keep="\n\t") + "\n", dim=True)
+            click.secho(_without_controls(message.reasoning, keep="\n\t") + "\n", dim=True)
         if message.text or not message.tool_calls:
-            click.echo(_shown(message.text, keep="\n\t"))
+            click.echo(_without_controls(message.text, keep="\n\t"))
         for call in message.tool_calls or ():
-            click.echo(_shown(call_line(call)))
+            click.echo(_without_controls(call_line(call)))
     if transcript.text is not None:
-        click.echo("\n" + _shown(transcript.text, keep="\n\t"))
+        click.echo("\n" + _without_controls(transcript.text, keep="\n\t"))
 
 
 @command.command(short_help="Write the messages of a session to a file.")
@@ -176,7 +176,7 @@ def export(context: click.Context, session_id: str, file: Path | None, model: st
             if transcript.text is not None
             else as_markdown([as_fields(each) for each in transcript.messages])
         )
-        text = f"# {_shown(session_id)}\n\n" + page.removesuffix("\n")
+        text = f"# {_without_controls(session_id)}\n\n" + page.removesuffix("\n")
     if file is None:
         click.echo(text)
         return
@@ -247,7 +247,7 @@ def close(
             if json_wanted:
                 _print(closed, as_json=True)
             else:
-                click.echo(f"closed {_shown(name)}")
+                click.echo(f"closed {_without_controls(name)}")
 
     if to_close:
         _run(context, socket, close_each)
@@ -395,7 +395,7 @@ def _print_table(sessions: Sequence[tuple[str | None, SessionInfo]], *, n_models
         return
     rows = [("SESSION", "MODEL", "TURNS", "TOKENS", "LAST USED", "STATE")]
     rows += [
-        (_shown(s.session_id), model or "", f"{s.turns:,}", f"{s.tokens:,}", when(s.used_at), _state(s))
+        (_without_controls(s.session_id), model or "", f"{s.turns:,}", f"{s.tokens:,}", when(s.used_at), _state(s))
         for model, s in sessions
     ]
     if n_models > 1:
@@ -404,7 +404,7 @@ def _print_table(sessions: Sequence[tuple[str | None, SessionInfo]], *, n_models
         print_table([(name, *rest) for name, _, *rest in rows], right=(1, 2))
 
 
-def _shown(text: str, keep: str = "") -> str:
+def _without_controls(text: str, keep: str = "") -> str:
     """Replace control characters except ``keep``: a client can put anything into a text, such as terminal escapes."""
     return "".join(c if c.isprintable() or c in keep else "\N{REPLACEMENT CHARACTER}" for c in text)
 

@@ -26,7 +26,7 @@ def command(model: str | None, no_wait: bool, socket: str | None) -> None:
 
     To unload a model, and leave the daemon running: uma-trio models unload MODEL.
 
-    Exit codes: 0 it has ended, 1 it cannot be stopped, 2 there is none.
+    Exit codes: 0 it has ended, 1 it cannot be stopped, 2 no daemon runs.
     """
     if model is not None:
         raise click.UsageError(f"stop ends the daemon; to unload a model: uma-trio models unload {model}")

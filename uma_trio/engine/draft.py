@@ -281,10 +281,12 @@ def check_vocabulary(target: llama_abi.Vocab, draft: llama_abi.Vocab, name: str)
     pairs = zip(target.tokens_to_bytes(special=True), draft.tokens_to_bytes(special=True), strict=True)
     for token, (one, other) in enumerate(pairs):
         if one != other:
-            raise llama_abi.LlamaError(f"{problem}: token {token} is {_shown(other)}, and {_shown(one)} in the model")
+            raise llama_abi.LlamaError(
+                f"{problem}: token {token} is {_token_text(other)}, and {_token_text(one)} in the model"
+            )
     if target.eog_ids != draft.eog_ids:
         raise llama_abi.LlamaError(f"{problem}: other tokens end an answer")
 
 
-def _shown(token: bytes) -> str:
+def _token_text(token: bytes) -> str:
     return repr(token.decode(errors="backslashreplace"))

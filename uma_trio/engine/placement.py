@@ -107,7 +107,7 @@ def place(settings: config.Model, library: llama_abi.Library) -> ModelDevices:
 
 def place_on(settings: config.Model, found: Sequence[llama_abi.Device], max_devices: int) -> ModelDevices:
     """As ``place``, for the devices ``found``."""
-    devices = _chosen(settings, found)
+    devices = _devices_to_use(settings, found)
     if len(devices) > max_devices:
         raise PlacementError(
             f"there are {len(devices)} devices, and llama.cpp divides a model between {max_devices}",
@@ -146,7 +146,7 @@ def place_on(settings: config.Model, found: Sequence[llama_abi.Device], max_devi
     )
 
 
-def _chosen(settings: config.Model, found: Sequence[llama_abi.Device]) -> tuple[llama_abi.Device, ...]:
+def _devices_to_use(settings: config.Model, found: Sequence[llama_abi.Device]) -> tuple[llama_abi.Device, ...]:
     """The devices of the settings, or those that llama.cpp uses.
 
     Source: llama.cpp, ``llama_prepare_model_devices``.

@@ -87,7 +87,7 @@ def charged(account: Account | None, fields: Mapping[str, Any], *, is_streamed: 
 
 
 def _count(value: Any, default: int) -> int:
-    """A number of a request that the daemon has not checked yet; ``default`` if it is none."""
+    """A number of a request that the daemon has not checked yet; ``default`` if it is not a count."""
     return value if type(value) is int and 0 < value <= MAX_INT32 else default
 
 

@@ -291,12 +291,12 @@ class Controller:
             raise failure
         code = _code_of(error)
         if code is wasmtime.TrapCode.INTERRUPT:
-            return ControllerTimeout(f"{_shown(name)} took too long")
+            return ControllerTimeout(f"{_function_text(name)} took too long")
         if code is wasmtime.TrapCode.STACK_OVERFLOW:
-            return ControllerError(f"{_shown(name)}: call stack exhausted: its calls are nested too deeply")
+            return ControllerError(f"{_function_text(name)}: call stack exhausted: its calls are nested too deeply")
         if is_out_of_memory:
             return ControllerError(f"{name}: out of memory: it needs more than a controller may have")
-        return ControllerError(f"{_shown(name)}: {_short(str(error))}")
+        return ControllerError(f"{_function_text(name)}: {_short(str(error))}")
 
     def _action(self, found: _MidResult | str) -> MidAction:
         if isinstance(found, str):
@@ -325,7 +325,7 @@ class Controller:
         self.close()
 
 
-def _shown(name: str) -> str:
+def _function_text(name: str) -> str:
     return "the start function" if name == START else name
 
 

@@ -311,7 +311,7 @@ class ModuleStore:
         """
         space = attrs.evolve(self._space, max_owner_bytes=self._space.max_bytes) if auth.is_admin else self._space
         with self._changing():
-            others = [each for each in self._stored() if (each.owner, each.module_id) != (files.owner, module_id)]
+            others = [each for each in self._all_stored() if (each.owner, each.module_id) != (files.owner, module_id)]
             try:
                 leaving = to_remove(others, files.owner, len(wasm) + len(compiled), space)
             except NoRoom as refusal:
@@ -323,7 +323,7 @@ class ModuleStore:
             with self._lock:
                 self._loaded.pop((files.owner, module_id), None)
 
-    def _stored(self) -> Iterator[StoredModule]:
+    def _all_stored(self) -> Iterator[StoredModule]:
         shared = {(tag.owner, tag.module_id) for tag in self._shared.all()}
         for files in self._owners():
             try:

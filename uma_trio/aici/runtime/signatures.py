@@ -120,7 +120,7 @@ def check_interface(wasm: bytes, max_memory_bytes: int) -> None:
             continue
         kind, index = exports[name]
         if kind != binary.IS_FUNCTION or functions[index] != signature:
-            raise BadModule(f"the module exports {name} with another type than {_spelled(signature)}")
+            raise BadModule(f"the module exports {name} with another type than {_signature_text(signature)}")
 
 
 def _check_import(entry: bytes, types: list[Signature]) -> Signature:
@@ -131,7 +131,7 @@ def _check_import(entry: bytes, types: list[Signature]) -> Signature:
     if offered is None:
         raise BadModule(f"the module imports {name:.200}, which a controller cannot have")
     if types[binary.decode(entry, position + 1)[0]] != offered:
-        raise BadModule(f"the module imports {name} with another type than {_spelled(offered)}")
+        raise BadModule(f"the module imports {name} with another type than {_signature_text(offered)}")
     return offered
 
 
@@ -160,6 +160,6 @@ def _letters(entry: bytes, position: int) -> str:
     return "".join(_LETTERS.get(each, _OTHER) for each in entry[start : start + size])
 
 
-def _spelled(signature: Signature) -> str:
+def _signature_text(signature: Signature) -> str:
     parameters, results = (", ".join(_NAMES[each] for each in part) for part in signature)
     return f"({parameters}) -> ({results})"

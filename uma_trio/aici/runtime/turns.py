@@ -21,8 +21,9 @@ ALL_SHARES_S: Final = 0.008
 MIN_SHARE_S: Final = 0.0005
 """Share of a call, however many are in flight: a mask takes less."""
 PROTECTED_S: Final = 0.05
-"""For this time after its beginning, a call with some of its share left holds up those that have none.  A controller that
-computes without the host cannot hold them up for longer."""
+"""For this time after its beginning, a call with some of its share left holds up the calls without any.
+
+A controller that computes without the host cannot hold them up for longer."""
 
 
 class OutOfTime(Exception):

@@ -115,7 +115,7 @@ def run_command(variables: Variables, command: bytes) -> tuple[Answer, dict[str,
     if (found.ReadVar is None) == (found.WriteVar is None):
         raise BadCommand("it must be one of ReadVar and WriteVar")
     if found.ReadVar is not None:
-        return _described(variables.read(found.ReadVar.name)), None
+        return _variable_answer(variables.read(found.ReadVar.name)), None
     write = found.WriteVar
     assert write is not None
     try:
@@ -129,10 +129,10 @@ def run_command(variables: Variables, command: bytes) -> tuple[Answer, dict[str,
     if changed:
         assert now is not None
         return {"WriteVar": {"version": now.version}}, sent
-    return _described(now), sent
+    return _variable_answer(now), sent
 
 
-def _described(found: Value | None) -> Answer:
+def _variable_answer(found: Value | None) -> Answer:
     if found is None:
         return {"VariableMissing": {}}
     return {"ReadVar": {"version": found.version, "value": found.value.hex()}}

@@ -354,7 +354,7 @@ class DetachedAnswers:
         """An answer of ``principal``.
 
         Raises:
-            AnswerNotFound: there is none.
+            AnswerNotFound: there is no such answer.
         """
         answer = self._answers.get(SessionKey(principal, id))
         if answer is None:

@@ -138,7 +138,7 @@ async def open_model(
     start = await _checked(config, path)
     with explained(path):
         loading, warming = _parts(on_progress or (lambda share: None))
-        link = await _loaded(launcher, start, loading, should_continue, config.engine.hang_timeout_s)
+        link = await _load(launcher, start, loading, should_continue, config.engine.hang_timeout_s)
     if link is None:
         yield None
         return
@@ -224,10 +224,10 @@ def _parts(on_progress: Callable[[float], None]) -> tuple[Callable[[float], None
 
 
 def _find_projector(settings: Model, path: Path, summary: GgufSummary) -> Path | None:
-    """The projector that the settings name, or that is next to the model; ``None`` if there is none.  Blocks.
+    """The projector that the settings name, or that is next to the model; ``None`` without a projector.  Blocks.
 
     Raises:
-        ModelError: the projector of the settings is none of this model.
+        ModelError: the projector of the settings does not fit this model.
     """
     if settings.mmproj == NO_PROJECTOR or summary.purpose != "generate":
         return None
@@ -310,7 +310,7 @@ def _check_draft(path: Path, summary: GgufSummary, draft: Path, of_draft: GgufSu
             )
 
 
-async def _loaded(
+async def _load(
     launcher: Launcher,
     start: Start,
     on_progress: Callable[[float], None],

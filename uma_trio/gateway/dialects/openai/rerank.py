@@ -133,9 +133,10 @@ async def _ranked(call: Call, request: RerankRequest, texts: list[str]) -> clien
 
 
 def _documents(request: RerankRequest) -> list[str]:
-    """
+    """The documents of a request, under either name.
+
     Raises:
-        HttpError: there are none.
+        HttpError: it has no documents, or has them twice.
     """
     if (request.documents is None) == (request.texts is None):
         raise invalid("give documents, a list of texts", parameter="documents")

@@ -33,7 +33,7 @@ class ReadPosition:
         """Read an id of a chunk.
 
         Raises:
-            HttpError: it is none.
+            HttpError: it is not such an id.
         """
         found = _EVENT_ID.fullmatch(event_id)
         if found is None or int(found[2]) > MAX_INT32:
@@ -46,7 +46,7 @@ def last_position(headers: Mapping[str, str]) -> ReadPosition | None:
     """Where the client has read to, if it goes on.
 
     Raises:
-        HttpError: its ``Last-Event-ID`` is none of ours.
+        HttpError: its ``Last-Event-ID`` is not the id of a chunk.
     """
     event_id = headers.get("last-event-id")
     return ReadPosition.of(event_id) if event_id else None
