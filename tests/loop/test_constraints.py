@@ -95,11 +95,11 @@ async def test_late_masks_delay_an_answer_and_do_not_change_it(autojump_clock, l
         async def neighbour_asks() -> None:
             got.append((await ask(harness, "neighbour"))[0])
 
-        harness.engine.late_masks = late
+        harness.engine.late_grammar_masks = late
         async with trio.open_nursery() as nursery:
             nursery.start_soon(neighbour_asks)
             tokens, _ = await ask(harness, constraint=DIGITS, **fields)
-        assert harness.engine.late_masks == 0
+        assert harness.engine.late_grammar_masks == 0
         assert tokens == expected
         assert follows(tokens)
         assert got == [neighbour]
@@ -107,7 +107,7 @@ async def test_late_masks_delay_an_answer_and_do_not_change_it(autojump_clock, l
 
 async def test_a_late_mask_where_nothing_can_be_computed_again_ends_the_request(autojump_clock):
     async with running(can_truncate=False) as harness:
-        harness.engine.late_masks = 1
+        harness.engine.late_grammar_masks = 1
         with pytest.raises(ServerError, match="too complex") as caught:
             await ask(harness, constraint=DIGITS)
         assert caught.value.code == "E_CONSTRAINT_INVALID"
@@ -288,7 +288,7 @@ async def test_counters_never_fall_when_constrained_requests_are_cancelled(autoj
         before = {**harness.scheduler.telemetry.totals}
         for n in range(24):
             if n % 7 == 3:
-                harness.engine.late_masks = 1
+                harness.engine.late_grammar_masks = 1
             with trio.move_on_after(0.004 + 0.005 * n):
                 await ask(harness, constraint={"regex": record}, max_tokens=60)
             await trio.sleep(0.1)

@@ -181,7 +181,7 @@ async def test_drafts_respect_the_constraint(autojump_clock, params, late_masks)
     async with serving(engine(errors=0)) as harness:
         async with harness.client() as client:
             plain = await client.complete(speculate=False, keep_alive=True, **fields)
-            harness.engine.late_masks = late_masks
+            harness.engine.late_grammar_masks = late_masks
             quick = await client.complete(**fields)
         assert quick.text == plain.text
         assert len(quick.text.split()) == 61

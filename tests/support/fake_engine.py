@@ -331,7 +331,7 @@ class FakeEngine:
         self.fail_restarts = 0
         """So many attempts to start the engine again fail."""
         self.resets = 0
-        self.late_masks = 0
+        self.late_grammar_masks = 0
         """So many masks of grammars are late."""
         self._matchers = Matchers(fake_vocabulary, N_VOCAB, 1)
         self._aborted = False
@@ -623,8 +623,8 @@ class FakeEngine:
             assert not filled.late
             for row, mask in filled.masks.items():
                 mask.apply(logits[row])
-            if self.late_masks:
-                self.late_masks -= 1
+            if self.late_grammar_masks:
+                self.late_grammar_masks -= 1
                 return None
             self._grammar_failures += filled.failures.items()
             self._forced += filled.forced.items()
