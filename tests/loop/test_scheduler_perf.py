@@ -117,7 +117,7 @@ async def test_the_metrics_are_the_sum_of_the_records(autojump_clock, speculatio
         counted.count_request(request)
     found, expected = scheduler.telemetry.snapshot(), counted.snapshot()
     elsewhere = {
-        *("prefix_cache_hits_total", "cached_tokens_total", "preemptions_total"),
+        *("prefix_cache_hits_total", "cached_tokens_total", "preemptions_total", "interrupted_steps_total"),
         *(name for name in found if name.startswith(("inter_token_", "ttft_", "cancel_to_free_"))),
     }
     at_once = {"inter_token_ms", "ttft_ms", "request_queue_ms", "request_prefill_ms"}

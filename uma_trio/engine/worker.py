@@ -266,7 +266,11 @@ class StepRunner:
 
 
 def _joined(outputs: Sequence[StepOutput], n_passes: int) -> StepOutput:
-    """The output of a step whose calls were computed once for each of ``outputs``."""
+    """The output of a step whose calls were computed once for each of ``outputs``.
+
+    What comes with KV operations is that of the first pass; the others have none.  A step of several passes has nothing
+    else: no grammars, no drafts, no texts to embed.
+    """
     nothing = StepOutput(tokens=(DROPPED,) * len(outputs[0].tokens))
     each_time = [*outputs, *[nothing] * (n_passes - len(outputs))]
     by_input = zip(*[each.tokens for each in each_time], strict=True)

@@ -92,8 +92,9 @@ class PrincipalMetrics:
 class Telemetry:
     """Counters of one model's scheduler.
 
-    Ticks and ended requests are counted from their records, which are those of the perf log.  So the metrics are the sum
-    of the records.
+    Completed ticks and ended requests are counted from their records, which are those of the perf log.  So these metrics
+    are the sums of the records.  What has no record is counted where it happens: prefix reuse, preemptions, cancels, and
+    interrupted steps, which are computed again.
     """
 
     prompt_tokens_total: int = 0
