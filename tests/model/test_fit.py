@@ -146,7 +146,7 @@ def test_a_failed_allocation_counts_as_short_memory(library: Path) -> None:
         "import uma_trio.engine.layout_choice as choice\n"
         "choice.free_memory_bytes = lambda: 1 << 40\n"  # a machine whose memory is taken between the look and the load
         "try:\n"
-        "    open_engine(Start(Path(sys.argv[1]), config.Model(fit='off', ctx=1 << 18, devices=('none',))), lambda share: True)\n"
+        "    open_engine(Start(Path(sys.argv[1]), config.Model(fit='off', ctx=1 << 18, devices=('none',), threads=1)), lambda share: True)\n"
         "except LoadError as error:\n"
         "    print(error.is_about_memory)\n"
     )
