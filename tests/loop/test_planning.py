@@ -14,6 +14,7 @@ from tests.support.serving import token_to_bytes
 from uma_trio.config import Config
 from uma_trio.daemon.kv.cache import KvCache
 from uma_trio.daemon.prompts.prompt import Prompt
+from uma_trio.daemon.scheduling.bisection import CrashBisection
 from uma_trio.daemon.scheduling.cost import CostModel, LinearModel
 from uma_trio.daemon.scheduling.timings import StepTimings
 from uma_trio.daemon.serving.controllers.driver import ControllerDriver
@@ -25,7 +26,7 @@ from uma_trio.daemon.serving.prompt_lookup import PromptLookup
 from uma_trio.daemon.serving.request import PreparedRequest, admit
 from uma_trio.daemon.serving.running import RunningSet, cache_for
 from uma_trio.daemon.serving.sequence import Sequence, State
-from uma_trio.daemon.serving.speculation import MAX_DECODES_WITH_DRAFTS
+from uma_trio.daemon.serving.speculation import MAX_DECODES_WITH_DRAFTS, Speculator
 from uma_trio.daemon.serving.step import InFlightStep, PlannedStep, build_step, complete_step
 from uma_trio.daemon.serving.waiting import WaitingQueue
 from uma_trio.engine_link.attention import AttentionScan
@@ -62,6 +63,7 @@ class Planning:
         self.running = RunningSet(self.cache, offloader, telemetry)
         self.waiting = WaitingQueue(self.running, max_length=100)
         self.embeddings = EmbeddingQueue(self.info, 100, lambda principal: None)
+        self.bisection = CrashBisection()
         self.planner = StepPlanner(
             info=self.info,
             limits=CONFIG.scheduling,
@@ -70,6 +72,8 @@ class Planning:
             waiting=self.waiting,
             embeddings=self.embeddings,
             controllers=ControllerDriver(None, None, InFlightSteps(None), self.running, self.waiting, None),
+            bisection=self.bisection,
+            speculator=Speculator(self.info, CONFIG.scheduling, self.timings, self.bisection),
         )
         self.n_steps = 0
 
@@ -362,7 +366,7 @@ async def test_after_a_crash_one_half_of_the_sequences_runs_and_nothing_ahead(pl
     found = planning()
     streams = found.streams(4)
     step = found.submitted(found.next_step())
-    found.planner.bisection.crashed({sequence: row.end for sequence, row in step.rows.items()})
+    found.bisection.crashed({sequence: row.end for sequence, row in step.rows.items()})
     found.embed(40)
     half = found.next_step()
     assert [half.sequences[view.seq_id] for view in half.plan.decodes] == streams[:2]

@@ -63,14 +63,9 @@ class InFlightSteps:
 
     # -- steps that are withdrawn ---------------------------------------------------------------
 
-    def revoke_ahead(self) -> None:
-        """Revoke the step that runs ahead, if there is one."""
-        if self.ahead is not None:
-            self._revoke(self.ahead)
-
-    def revoke_ahead_of(self, sequence: Sequence) -> None:
-        """Revoke the step that runs ahead, if it computes something of ``sequence``."""
-        if self.ahead is not None and self.ahead.row_of(sequence) is not None:
+    def revoke_ahead(self, sequence: Sequence | None = None) -> None:
+        """Revoke the step that runs ahead, if there is one; with ``sequence``, only if it computes something of it."""
+        if self.ahead is not None and (sequence is None or self.ahead.row_of(sequence) is not None):
             self._revoke(self.ahead)
 
     def shorten(self) -> None:

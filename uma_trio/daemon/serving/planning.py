@@ -82,6 +82,8 @@ class StepPlanner:
         waiting: WaitingQueue,
         embeddings: EmbeddingQueue,
         controllers: ControllerDriver,
+        bisection: CrashBisection[Sequence],
+        speculator: Speculator,
     ) -> None:
         self._info = info
         self._limits = limits
@@ -92,9 +94,8 @@ class StepPlanner:
         self._waiting = waiting
         self._embeddings = embeddings
         self._controllers = controllers
-        self.bisection: CrashBisection[Sequence] = CrashBisection()
-        """Which sequences may run after the engine has crashed."""
-        self.speculator = Speculator(info, limits, timings, self.bisection)
+        self._bisection = bisection
+        self._speculator = speculator
         self._policy = PolicyState()
         self._had_chunk = False
         """The last step that was planned had texts to embed."""
@@ -120,8 +121,8 @@ class StepPlanner:
 
     def ended(self, sequence: Sequence) -> None:
         """``sequence`` has ended."""
-        self.bisection.discard(sequence)
-        self.speculator.ended(sequence)
+        self._bisection.discard(sequence)
+        self._speculator.ended(sequence)
 
     # -- the next step --------------------------------------------------------------------------
 
@@ -146,9 +147,9 @@ class StepPlanner:
         sequences: Mapping[int, Sequence] = self._running.by_seq_id()
         look_ahead = not prefills and often_forced([sequences[view.seq_id] for view in decodes])
         chosen, sequences = self._settle(self._plan(decodes, prefills, starts_at), sequences)
-        draft_inputs = self.speculator.inputs(chosen, sequences)
-        if self.speculator.has_model and not draft_inputs:
-            draft_inputs, draft_ms = self.speculator.catch_up(chosen, sequences)
+        draft_inputs = self._speculator.inputs(chosen, sequences)
+        if self._speculator.has_model and not draft_inputs:
+            draft_inputs, draft_ms = self._speculator.catch_up(chosen, sequences)
             chosen = attrs.evolve(chosen, predicted_ms=chosen.predicted_ms + draft_ms)
         ops: abc.Sequence[KvOp] = self._cache.take_ops()
         if transfer is not None:
@@ -192,10 +193,10 @@ class StepPlanner:
                 return NoStep.OUTLIER
         else:
             streams = [sequences[view.seq_id] for view in decodes]
-            if self.speculator.depends_on_tokens(streams):
+            if self._speculator.depends_on_tokens(streams):
                 return NoStep.DRAFTS
-            if self.speculator.looks_at(streams):
-                decodes = [self.speculator.with_drafts(view, sequences[view.seq_id], step) for view in decodes]
+            if self._speculator.looks_at(streams):
+                decodes = [self._speculator.with_drafts(view, sequences[view.seq_id], step) for view in decodes]
         chosen = self._plan(decodes, prefills, step.completed_at)
         if chosen.drafts and any(
             n and not view.drafts_by_model for view, n in zip(chosen.decodes, chosen.drafts, strict=True)
@@ -204,7 +205,7 @@ class StepPlanner:
         if not chosen.decodes and not chosen.chunks:
             return NoStep.NOTHING_READY
         chosen, sequences = self._settle(chosen, sequences, step)
-        draft_inputs = self.speculator.inputs(chosen, sequences) if chosen.drafts else ()
+        draft_inputs = self._speculator.inputs(chosen, sequences) if chosen.drafts else ()
         gives_way = not draft_inputs and self._gives_way(chosen, sequences)
         ops = self._cache.take_ops(in_flight=True)
         if not (ops or prefills or gives_way):
@@ -223,8 +224,8 @@ class StepPlanner:
     def completed(self, completed: CompletedStep) -> None:
         """Learn from a step what the next plan must know."""
         rows = completed.step.rows
-        self.speculator.completed(completed)
-        self.bisection.step_completed({sequence: row.end for sequence, row in rows.items()})
+        self._speculator.completed(completed)
+        self._bisection.step_completed({sequence: row.end for sequence, row in rows.items()})
         self.last_was_outlier = completed.is_outlier
 
     def undo(self, planned: PlannedStep, *, began: bool = False) -> None:
@@ -235,7 +236,7 @@ class StepPlanner:
         """
         if not began:
             self._cache.put_back(planned.ops)
-        self.speculator.undo(planned)
+        self._speculator.undo(planned)
         self._policy = self._policy.undo(planned.policy_before, planned.plan.state)
 
     # -- its parts ------------------------------------------------------------------------------
@@ -248,7 +249,7 @@ class StepPlanner:
             return NoStep.DRAFTS
         if self._offloader.has_transfers or self._running.is_copying or self._embeddings.is_ready:
             return NoStep.UNKNOWN_DURATION
-        if self.bisection.is_active:
+        if self._bisection.is_active:
             return NoStep.SUSPECTS
         if self.preempts_at <= trio.current_time():
             return NoStep.PREEMPTION
@@ -279,21 +280,21 @@ class StepPlanner:
         for sequence in self._waiting.admit(self._policy.service, may_preempt=may_preempt):
             if sequence.control.exists:
                 self._controllers.preempted(sequence)
-            self.speculator.preempted(sequence)
-            self.bisection.discard(sequence)
+            self._speculator.preempted(sequence)
+            self._bisection.discard(sequence)
 
     def _views(self) -> tuple[list[SequenceView], list[SequenceView]]:
         """What the next step can decode and prefill, if none is in flight; by sequence id."""
         decodes, prefills = self._running.begin_plan()
-        if self.bisection.is_active:
-            suspects = self.bisection.current({*decodes, *prefills})
+        if self._bisection.is_active:
+            suspects = self._bisection.current({*decodes, *prefills})
             decodes = [sequence for sequence in decodes if not suspects or sequence in suspects]
             prefills = [sequence for sequence in prefills if not suspects or sequence in suspects]
-        looks_at_all = self.speculator.looks_at(decodes)
+        looks_at_all = self._speculator.looks_at(decodes)
         views = [sequence.view() for sequence in decodes]
         return (
             [
-                self.speculator.with_drafts(view, sequence) if looks_at_all or sequence.speculation.forced else view
+                self._speculator.with_drafts(view, sequence) if looks_at_all or sequence.speculation.forced else view
                 for view, sequence in zip(views, decodes, strict=True)
             ],
             [sequence.view(pause=self._pause_of(sequence)) for sequence in prefills],
@@ -319,7 +320,7 @@ class StepPlanner:
     ) -> EmbeddingChunk | None:
         """The texts that the next step embeds, in the time that streams leave.  Prompts get half of that time."""
         had_chunk, self._had_chunk = self._had_chunk, False
-        if not self._embeddings.is_ready or (self.bisection.is_active and (decodes or prefills)):
+        if not self._embeddings.is_ready or (self._bisection.is_active and (decodes or prefills)):
             return None  # after a crash, texts and sequences are suspected separately
         time_ms = self._limits.prefill_tick_ms
         if decodes:
@@ -349,7 +350,7 @@ class StepPlanner:
                 attention=self._timings.attention,
                 records_calls=self._info.records_calls,
                 fillers=self._fillers() if len(decodes) > 1 else NO_FILLERS,
-                draft_cost=self.speculator.model_cost,
+                draft_cost=self._speculator.model_cost,
                 gap_ms=self._timings.gap_ms,
             )
         )
@@ -361,7 +362,7 @@ class StepPlanner:
         longest_ms = self._limits.multi_step_ms
         if 2 * chosen.predicted_ms > longest_ms or chosen.drafts or not chosen.decodes:
             return chosen
-        if self.speculator.has_model or self._controllers or self.bisection.is_active or not self._info.can_truncate:
+        if self._speculator.has_model or self._controllers or self._bisection.is_active or not self._info.can_truncate:
             return chosen
         most = min([_max_passes(sequences[view.seq_id], in_flight) for view in chosen.decodes])
         due_ms = 1e3 * (min([view.due_s for view in chosen.decodes]) - starts_at)

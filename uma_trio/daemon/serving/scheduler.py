@@ -20,6 +20,7 @@ import trio
 from uma_trio.config import MB, Config
 from uma_trio.daemon.aici.exchange import ControllerRuntime
 from uma_trio.daemon.engines.supervisor import SupervisedEngine
+from uma_trio.daemon.scheduling.bisection import CrashBisection
 from uma_trio.daemon.scheduling.cost import CostModel
 from uma_trio.daemon.scheduling.rest import Rest, rest_of
 from uma_trio.daemon.scheduling.timings import StepTimings
@@ -38,6 +39,7 @@ from uma_trio.daemon.serving.planning import NoStep, StepPlanner
 from uma_trio.daemon.serving.request import PreparedRequest, adapters_of, admit
 from uma_trio.daemon.serving.running import RunningSet, cache_for
 from uma_trio.daemon.serving.sequence import Sequence, State
+from uma_trio.daemon.serving.speculation import Speculator
 from uma_trio.daemon.serving.stats import Stats, adapters_in_use, backlog_of
 from uma_trio.daemon.serving.steering import Steering
 from uma_trio.daemon.serving.step import (
@@ -120,6 +122,9 @@ class Scheduler:
         self._embeddings = EmbeddingQueue(self.info, config.limits.max_queue, self._leave)
         self._steps = InFlightSteps(engine)
         self._controllers = ControllerDriver(runtime, engine, self._steps, self._running, self._waiting, self)
+        self._bisection: CrashBisection[Sequence] = CrashBisection()
+        """Which sequences may run after the engine has crashed."""
+        self._speculator = Speculator(self.info, config.scheduling, self.timings, self._bisection)
         self._planner = StepPlanner(
             info=self.info,
             limits=config.scheduling,
@@ -128,6 +133,8 @@ class Scheduler:
             waiting=self._waiting,
             embeddings=self._embeddings,
             controllers=self._controllers,
+            bisection=self._bisection,
+            speculator=self._speculator,
         )
         self._forecaster = Forecaster(
             running=self._running,
@@ -200,7 +207,7 @@ class Scheduler:
         if reason is not None:
             self.finish(known.sequence, reason)
         else:
-            self._planner.speculator.began(known.sequence)
+            self._speculator.began(known.sequence)
 
     def _enter(self, prepared: PreparedRequest) -> tuple[list[Sequence], NewTokens | None]:
         """Accept a request.  Returns its sequences, and what its log knows of the first one, if it knows something."""
@@ -222,7 +229,7 @@ class Scheduler:
         if prepared.controlled is not None:
             sequences = self._controllers.add(sequences[0], prepared.controlled)
         for sequence in sequences:
-            self._planner.speculator.admitted(sequence)
+            self._speculator.admitted(sequence)
         return sequences, known
 
     def embed(self, pending: PendingEmbeddings) -> None:
@@ -287,7 +294,7 @@ class Scheduler:
         """
         if sequence.state is not State.FINISHED:
             sequence.times.cancelled_at = trio.current_time()
-            self._steps.revoke_ahead_of(sequence)
+            self._steps.revoke_ahead(sequence)
             self.wake()
             self.finish(sequence, reason)
 
@@ -300,7 +307,7 @@ class Scheduler:
         rows = [row for step in self._steps if (row := step.row_of(sequence)) is not None]
         check_steering(sequence, steering, n_sampled=sum([row.n_samples for row in rows]))
         sequence.bounds.steering = steering
-        self._steps.revoke_ahead_of(sequence)
+        self._steps.revoke_ahead(sequence)
         self.wake()
 
     def wake(self) -> None:
@@ -314,10 +321,6 @@ class Scheduler:
     def end_wait(self) -> None:
         """There is work: ends the wait for it."""
         self._wake.set()
-
-    def revoke_ahead(self) -> None:
-        """Withdraw the run-ahead step, if there is one."""
-        self._steps.revoke_ahead()
 
     @property
     def n_threads(self) -> int:
@@ -624,7 +627,7 @@ class Scheduler:
             if new.sequence.place.was_preempted:
                 new.sequence.place.note_token(at)
             if not new.n_before:
-                self._planner.speculator.began(new.sequence)
+                self._speculator.began(new.sequence)
         reason = send_tokens(new, self._token_to_bytes)
         if new.sequence.log is not None:
             new.sequence.log.add(new.tokens, new.sequence.sampling.params.mu, new.changes)
@@ -728,7 +731,7 @@ class Scheduler:
         if self.on_step is not None:
             self.on_step()
         self._stats.end_of_work()
-        culprit = self._planner.bisection.crashed(suspects)
+        culprit = self._bisection.crashed(suspects)
         if culprit is not None:
             self.finish(culprit, DecodeFailed(f"this request made the engine fail twice: {reason}"))
         await self._restart_engine()
@@ -740,7 +743,7 @@ class Scheduler:
             self._stopped = True
             self._idle.set()
             await trio.sleep_forever()
-        await self._engine.restart_until_ready(self._planner.bisection.n_crashes, self._on_engine_unavailable)
+        await self._engine.restart_until_ready(self._bisection.n_crashes, self._on_engine_unavailable)
         if isinstance(self._refusal, ModelUnavailable):
             self._refusal = None
 

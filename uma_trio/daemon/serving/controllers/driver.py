@@ -468,7 +468,7 @@ class ControllerDriver:
         """
         assert exchange.answer is not None
         if any(found.result is not None for found in exchange.answer.values()):
-            self._loop.revoke_ahead()  # its inputs are tokens that a splice replaces
+            self._steps.in_flight.revoke_ahead()  # its inputs are tokens that a splice replaces
         if step is not None:
             good = {id for id, found in exchange.answer.items() if not found.error and found.skipped is not True}
             self._steps.ready(step, {id: row for id, row in rows.items() if id in good})

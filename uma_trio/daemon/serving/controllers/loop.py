@@ -24,6 +24,3 @@ class Loop(Protocol):
 
     def wake(self) -> None:
         """The next plan should know of a change: also revokes a run-ahead step that would take long."""
-
-    def revoke_ahead(self) -> None:
-        """Withdraw the run-ahead step, if there is one."""
