@@ -1,1 +1,1 @@
-"""The process ``uma-trio aicirt``: runs Wasm controllers for an engine.  Threads, no event loop."""
+"""The process ``uma-trio aicirt``: runs Wasm controllers for the daemon.  Threads, no event loop."""

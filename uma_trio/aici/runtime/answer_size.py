@@ -13,7 +13,7 @@ from uma_trio.aici_link.messages import MidAnswer, PostPreAnswer, SequenceResult
 T = TypeVar("T")
 
 FRAME_BYTES: Final = 1024
-"""Room for what is around the results of an answer, but for the id of the request, which is the engine's."""
+"""Room for the frame around the results of an answer, without the id of the request, which the daemon chooses."""
 
 KEY_BYTES: Final = 16
 """``"4294967295":`` and a comma."""

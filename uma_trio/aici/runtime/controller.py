@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 MAX_NAMES: Final = 8
 MAX_NAME_CHARACTERS: Final = 64
-"""What an engine learns of the variables that a controller waits for."""
+"""What the daemon learns of the variables that a controller waits for."""
 
 
 class _Empty(msgspec.Struct, frozen=True):

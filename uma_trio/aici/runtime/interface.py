@@ -89,7 +89,7 @@ MidAction: TypeAlias = Sample | Splice | StopSequence
 
 
 class BadRequest(Exception):
-    """The engine has asked for what cannot be done now; says why."""
+    """The daemon asked for something that cannot be done now.  The message says why."""
 
 
 class BadModule(Exception):

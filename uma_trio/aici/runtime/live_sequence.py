@@ -1,4 +1,4 @@
-"""One live sequence: the calls into its controller, and what the engine gets of them."""
+"""One live sequence: the calls into its controller, and what the daemon gets of them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class WorkerError(Exception):
 
 @attrs.define(eq=False)
 class LiveSequence:
-    """A sequence of the engine, and its controller."""
+    """A sequence of the daemon, and its controller."""
 
     id: int
     req_id: str
@@ -48,7 +48,7 @@ class LiveSequence:
     row: Row | None = None
     """Biases of its last mid.  Not in shared memory: a controller that is late must not write into the next step."""
     held: list[int] = attrs.field(factory=list)
-    """Tokens that pre appended before it suspended.  The engine gets them when the sequence goes on."""
+    """Tokens that pre appended before it suspended.  The daemon gets them when the sequence goes on."""
     late: ControllerCall | None = None
     """A call that has no answer yet.  Between two steps only if the step went on without it."""
 
@@ -99,7 +99,7 @@ class ControllerCall(Call):
 
 
 class PostPreCall(ControllerCall):
-    """Post, if the engine has appended tokens, then pre."""
+    """Post, if the daemon has appended tokens, then pre."""
 
     phase = "pre_process"
 
@@ -111,7 +111,7 @@ class PostPreCall(ControllerCall):
         self.pre: SequenceResult[PreResult] | None = None
 
     def pre_with_post(self) -> SequenceResult[PreResult]:
-        """The result of pre for an engine that has had no result of post: it says what both did."""
+        """The result of pre for a daemon that got no result of post: it says what both did."""
         post, pre = self.post, self.pre or SequenceResult("", PreResult(), [], "", 0)
         if post is None:
             return pre

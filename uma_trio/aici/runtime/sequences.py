@@ -43,7 +43,7 @@ GRACE_S: Final = 0.1
 
 
 class Sequences:
-    """All live sequences of the engine.  Used by one thread.
+    """All live sequences of the daemon.  Used by one thread.
 
     An operation that is wrong has an error of its own; the other ones go on.
 
