@@ -152,6 +152,26 @@ def test_what_is_not_supported_is_refused(
     assert refused.value.body["param"] == parameter
 
 
+@pytest.mark.parametrize(
+    ("path", "field", "wanted"),
+    [
+        ("/v1/completions", "prompt", "one"),
+        ("/v1/embeddings", "input", "one"),
+        ("/v1/chat/completions", "messages", "a list of at most 1024 objects"),
+        ("/v1/responses", "input", "a text or a list of items"),
+        ("/v1/responses/input_tokens", "input", "a text or a list of items"),
+    ],
+)
+def test_a_required_field_that_is_missing_is_named(gateway: Gateway, path: str, field: str, wanted: str) -> None:
+    other = "prompt" if field == "messages" else "messages"
+    with gateway.http() as client:
+        for body in ({}, {other: "Hi"}):
+            answer = client.post(path, json=body)
+            assert answer.status_code == 400
+            error = answer.json()["error"]
+            assert (error["message"], error["param"]) == (f"{field} is missing; give {wanted}", field)
+
+
 def test_a_session_continues_as_the_client_says(gateway: Gateway) -> None:
     first = complete(gateway, extra_body={"session_id": "text"}).choices[0].text
     again = complete(gateway, PROMPT + first, extra_body={"session_id": "text"})

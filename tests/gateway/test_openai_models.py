@@ -20,6 +20,12 @@ def test_the_models_that_are_served(gateway: Gateway) -> None:
     assert gateway.openai().models.retrieve("embedded") == model
 
 
+def test_a_path_that_ends_before_the_name_has_all_models(gateway: Gateway) -> None:
+    for headers in ({}, {"anthropic-version": "2023-06-01"}):
+        with gateway.http(headers=headers) as client:
+            assert client.get("/v1/models/").json() == client.get("/v1/models").json()
+
+
 def test_a_model_that_is_not_served(gateway: Gateway) -> None:
     with pytest.raises(openai.NotFoundError, match="this daemon serves embedded") as refused:
         gateway.openai().models.retrieve("org/gpt-0")

@@ -60,6 +60,15 @@ def test_errors_about_an_earlier_response_name_the_field_of_the_request(gateway:
                 assert "answer_id" not in found.text
 
 
+def test_what_is_stored_may_go_on_without_input(gateway: Gateway) -> None:
+    client = gateway.openai()
+    made = client.responses.create(**ASK)
+    again = client.responses.create(model="embedded", previous_response_id=made.id)
+    assert again.status == "completed"
+    with pytest.raises(openai.BadRequestError, match="input is missing"):
+        client.responses.create(model="embedded", instructions="Be brief.")
+
+
 def test_a_response_in_the_background(gateway: Gateway) -> None:
     client = gateway.openai()
     made = client.responses.create(**ASK, background=True, metadata={"a": "b"})

@@ -116,9 +116,12 @@ def test_7_a_tool_choice_that_is_not_possible_is_refused(gateway: Gateway, choic
 
 
 def test_8_tools_of_unknown_types_are_skipped_with_a_warning(gateway: Gateway) -> None:
-    found = chat(gateway, tools=[{"type": "web_search"}, WEATHER, {"type": "custom", "custom": {"name": "x"}}])
+    found = chat(
+        gateway, tools=[{"type": "web_search"}, WEATHER, {"type": "custom", "custom": {"name": "x"}}, {"role": 5}]
+    )
     assert found.choices[0].finish_reason
-    assert [warning.split(" ")[0] for warning in found.warnings] == ["tools[0]", "tools[2]"]
+    assert [warning.split(" ")[0] for warning in found.warnings] == ["tools[0]", "tools[2]", "tools[3]"]
+    assert found.warnings[2] == "tools[3] was skipped: it has no function"
 
 
 def test_9_a_changing_header_does_not_cost_the_cached_prefix(gateway: Gateway) -> None:

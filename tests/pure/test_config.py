@@ -188,7 +188,7 @@ def test_bounds(found: Setting) -> None:
         assert found.convert(as_type, "here") == as_type
         assert found.convert(repr(as_type), "here") == as_type
     for value in outside:
-        with pytest.raises(ConfigError, match=f"here: {found.name} must be .* to {le:.10g}"):
+        with pytest.raises(ConfigError, match=f"here: {found.name} must be .* {le:.10g}"):
             found.convert(found.type(value), "here")
 
 

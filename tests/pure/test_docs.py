@@ -65,7 +65,7 @@ from uma_trio.protocol.events import (
 )
 from uma_trio.protocol.framing import FrameReader, frame
 from uma_trio.protocol.messages import parse, to_fields
-from uma_trio.protocol.parameters import BUILT_IN, PARAMETERS, ROWS, Field
+from uma_trio.protocol.parameters import BUILT_IN, PARAMETERS, ROWS, Field, in_steps
 from uma_trio.protocol.payload import Encoding, decode, encoding_of
 from uma_trio.protocol.queries import (
     AnswersQuery,
@@ -491,12 +491,12 @@ def parameters_in_markdown() -> str:
     for row in PARAMETERS:
         kind = "integer, " if row.type is int else ""
         low = f"{row.bounds['ge']:g}" if "ge" in row.bounds else f"above {row.bounds['gt']:g}, up"
-        step = f" in steps of {row.bounds['multiple_of']:g}" if "multiple_of" in row.bounds else ""
         key = f"`{row.gguf.removeprefix('general.sampling.')}`" if row.gguf else ""
         elsewhere = [f"is `{row.llama}`"] if row.llama else []
         elsewhere += [f"-1 is {row.minus_one:g}"] if row.minus_one != -1 else []
         others = f" In llama-server and Ollama {' and '.join(elsewhere)}." if elsewhere else ""
-        bounds = f"{kind}{low} to {row.bounds['le']:.10g}{step}"
+        values = in_steps(**row.bounds) if "multiple_of" in row.bounds else f"{low} to {row.bounds['le']:.10g}"
+        bounds = f"{kind}{values}"
         lines.append(f"| `{row.name}` | {bounds} | {row.default:g} | {key} | {row.help}{others} |")
     return "\n".join(lines) + "\n\n"
 

@@ -525,6 +525,7 @@ def test_cancel_and_metrics_are_checked_too() -> None:
     [
         ({"temperature": "hot"}, "temperature must be a number from 0 to 100, not the text 'hot'"),
         ({"top_p": 0}, "top_p must be a number above 0, up to 1, not 0"),
+        ({"mirostat": 1}, "mirostat must be 0 or 2, not 1"),
         ({"n": 1.5}, "n must be a whole number from 1 to 16, not 1.5"),
         ({"max_tokens": 0}, "max_tokens must be a whole number, 1 or more, not 0"),
         ({"seed": 2**63}, "seed must be a whole number from 0 to 9223372036854775807, not 9223372036854775808"),

@@ -16,6 +16,7 @@ import attrs
 from uma_trio.config.fields import MB, SECTIONS
 from uma_trio.config.lists import LISTS
 from uma_trio.config.refusal import ConfigError, is_encodable, shown
+from uma_trio.protocol.parameters import in_steps
 
 _BOOLEANS: Final = {"yes": "true", "on": "true", "no": "false", "off": "false", "": "false"}
 """How the environment may spell booleans, in addition to true, false, 1 and 0."""
@@ -160,9 +161,10 @@ class Setting:
         kind = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}.get(self.type, "a path")
         if not self.bounds:
             return kind
+        if "multiple_of" in self.bounds:
+            return in_steps(**self.bounds)
         lower = f"from {self.bounds['ge']:.10g}" if "ge" in self.bounds else f"above {self.bounds['gt']:g}, up"
-        step = f" in steps of {self.bounds['multiple_of']:g}" if "multiple_of" in self.bounds else ""
-        return f"{kind} {lower} to {self.bounds['le']:.10g}{step}"
+        return f"{kind} {lower} to {self.bounds['le']:.10g}"
 
 
 def _path(_: type, value: Any) -> Path:

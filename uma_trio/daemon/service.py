@@ -46,7 +46,7 @@ from uma_trio.protocol.answers import (
     bare_name,
 )
 from uma_trio.protocol.controllers import Controllers, ControllersQuery
-from uma_trio.protocol.queries import SteerQuery
+from uma_trio.protocol.queries import SteerQuery, request_ids
 from uma_trio.protocol.requests import AdapterChoice, Constraint, Generate, PoolingRequest
 from uma_trio.telemetry.perf_records import PerfSink
 
@@ -146,11 +146,10 @@ class ModelService:
         return await library.answer(self.runtime, query, wasm, Auth(principal.name, is_admin))
 
     def answers_of(self, request_id: str, principal: str) -> list[Sequence]:
-        """The unfinished answers of a request of ``principal``, with or without a connection."""
+        """The unfinished answers of a request of ``principal``, by its id or theirs, with or without a connection."""
+        ids = request_ids(request_id)
         return [
-            each
-            for each in self.scheduler.sequences()
-            if each.request.id == request_id and each.principal.name == principal
+            each for each in self.scheduler.sequences() if each.request.id in ids and each.principal.name == principal
         ]
 
     async def steer(self, sequence: Sequence, query: SteerQuery) -> Steered:

@@ -411,6 +411,6 @@ class Call:
             names |= {place: part.parameter, f"{place}.data": part.parameter}
         reworded = error.reworded(field_renamer(names, given))
         field = (reworded.parameter or "").partition("[")[0]
-        if field in PROMPTS and field not in given:
+        if field in PROMPTS and field not in given and self.record.fields:  # the daemon has a name of its own for it
             reworded.parameter = next((name for name in PROMPTS if name in given), None)
         return self.dialect.refuse(reworded, self.id)

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import inspect
 
 from uma_trio.errors import BadRequest
-from uma_trio.protocol.parameters import MAX_INT32
+from uma_trio.protocol.parameters import MAX_INT32, in_steps
 from uma_trio.protocol.types import MAX_ERROR_CHARS, ONE_LINE
 
 MAX_SHOWN_CHARS: Final = 40
@@ -82,7 +82,8 @@ def explain(error: msgspec.ValidationError, cls: type, given: object) -> FieldEr
     field = path.removesuffix("[...]").removeprefix(".") or None
     name = field or "the request"
     if missing:
-        return FieldError(field, f"{name} is missing; give {_described(type_)}")
+        wanted = "one" if isinstance(_without_metadata(type_), inspect.AnyType) else _described(type_)
+        return FieldError(field, f"{name} is missing; give {wanted}")
     if not OF_TYPES.match(what):
         return FieldError(field, f"{name}: {what}" if field else what)
     if is_key:
@@ -206,6 +207,8 @@ def _described_one(type_: inspect.Type, value: object) -> str:
     match type_:
         case inspect.BoolType():
             return "true or false"
+        case inspect.IntType(ge=int(least), le=int(most), multiple_of=int(step)):
+            return in_steps(least, most, step)
         case inspect.IntType():
             return f"a whole number{_bounds(type_, value)}"
         case inspect.FloatType():
@@ -234,8 +237,7 @@ def _bounds(of: inspect.IntType | inspect.FloatType, value: object) -> str:
     if above is not None:
         return f" above {_number(above)}" + (f", up {to}" if to else "")
     if least is not None:
-        step = "" if of.multiple_of is None else f" in steps of {_number(of.multiple_of)}"
-        return f" from {_number(least)} {to}{step}" if to else f", {_number(least)} or more"
+        return f" from {_number(least)} {to}" if to else f", {_number(least)} or more"
     return f" up {to}" if to else ""
 
 

@@ -124,6 +124,11 @@ def field(default: Any, help: str, *, row: Callable[..., Field] = Field, **rest:
     return attrs.field(default=default, metadata={"row": row(default=default, help=help, bounds=bounds, **rest)})
 
 
+def in_steps(ge: float, le: float, multiple_of: float) -> str:
+    """The values that a field with these bounds may have: ``0 or 2``."""
+    return " or ".join(map(str, range(int(ge), int(le) + 1, int(multiple_of))))
+
+
 def parameter(default: float, help: str, **rest: Any) -> Any:
     """Declare a sampling parameter, as ``field`` does."""
     return field(default, help, row=Parameter, **rest)

@@ -72,12 +72,21 @@ MAX_STEER_CHARS: Final = 8192
 """Characters of a text that is appended to a running answer."""
 
 
+API_PREFIXES: Final = ("chatcmpl-", "cmpl-", "msg_", "resp_")
+"""What the APIs of OpenAI and Anthropic write in front of a request's id, as the id of its answer."""
+
+
+def request_ids(given: str) -> set[str]:
+    """The ids that a request may have whose id, or the id of whose answer, is ``given``."""
+    return {given, *[given.removeprefix(each) for each in API_PREFIXES]}
+
+
 @attrs.frozen(kw_only=True)
 class SteerQuery(Question):
     """Changes a running answer of the principal.  At least one of the five changes is set."""
 
     request_id: Name
-    """The ``id`` of the request, which has one answer."""
+    """The ``id`` of the request, which has one answer, or of this answer (``chatcmpl-...``)."""
     text: Annotated[str, Meta(min_length=1, max_length=MAX_STEER_CHARS)] | None = None
     """Appended to the answer as if the model had written it."""
     message: Annotated[str, Meta(min_length=1, max_length=MAX_STEER_CHARS)] | None = None
@@ -88,15 +97,6 @@ class SteerQuery(Question):
     """Tokens that the answer may have in all; never more than the request has room for."""
     stop: Literal["now", "sentence"] | None = None
     """End the answer at once, or at the end of its sentence."""
-
-
-API_PREFIXES: Final = ("chatcmpl-", "cmpl-", "msg_", "resp_")
-"""What the APIs of OpenAI and Anthropic write in front of a request's id, as the id of its answer."""
-
-
-def request_ids(given: str) -> set[str]:
-    """The ids that a request may have whose id, or the id of whose answer, is ``given``."""
-    return {given, *[given.removeprefix(each) for each in API_PREFIXES]}
 
 
 @attrs.frozen(kw_only=True)

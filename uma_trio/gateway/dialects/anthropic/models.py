@@ -21,8 +21,10 @@ async def list_models(call: Call) -> Response:
 
 
 async def retrieve_model(call: Call) -> Response:
-    """One model."""
+    """One model; all of them if the path ends before a name."""
     name: str = call.request.path_params["name"]
+    if not name:
+        return await list_models(call)
     [model] = await call.ask(lambda client: client.models(model=name))
     return json_response(_model(bare_name(name), model))
 

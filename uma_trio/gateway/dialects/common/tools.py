@@ -37,10 +37,12 @@ def offered_tools(tools: Sequence[Tool], warnings: list[str]) -> list[dict[str, 
     """Tools of the socket protocol; adds a warning for each that is skipped."""
     offered = []
     for index, tool in enumerate(tools):
-        if tool.type != "function" or tool.function is None:
+        if tool.type != "function":
             warnings.append(f"tools[{index}] was skipped: only functions are supported, and it is {tool.type!r}")
             continue
-        function = tool.function
+        if (function := tool.function) is None:
+            warnings.append(f"tools[{index}] was skipped: it has no function")
+            continue
         offered.append(
             {
                 "name": function.name,

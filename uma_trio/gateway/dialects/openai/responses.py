@@ -92,7 +92,8 @@ class ReasoningSettings(msgspec.Struct):
 class Input(msgspec.Struct, kw_only=True):
     """What a request contains whether it is answered or only counted."""
 
-    input: str | Annotated[list[Item], Meta(max_length=4 * MAX_MESSAGES)] = ""
+    input: str | Annotated[list[Item], Meta(max_length=4 * MAX_MESSAGES)] | None = None
+    """Required, unless something that is stored goes on."""
     instructions: str | None = None
     """Begins the conversation, as a system message."""
     model: str | None = None
@@ -108,6 +109,16 @@ class Input(msgspec.Struct, kw_only=True):
     def names_earlier(self) -> bool:
         """Whether it continues something that is stored."""
         return self.previous_response_id is not None or self.conversation is not None
+
+    def added(self) -> str | Sequence[Item]:
+        """What it adds to the conversation.
+
+        Raises:
+            HttpError: nothing, and there is no earlier conversation.
+        """
+        if self.input is None and not self.names_earlier():
+            raise invalid("input is missing; give a text or a list of items", parameter="input")
+        return () if self.input is None else self.input
 
     @property
     def template_kwargs(self) -> dict[str, Any] | None:
@@ -152,7 +163,7 @@ async def respond(call: Call) -> Response:
     named = session_of(call.request.headers, session_id=request.session_id, cache_key=request.prompt_cache_key)
     if _is_stored(request, named, is_row=call.daemon.is_background):
         return await _respond_stored(call, request, warnings)
-    conversation = Conversation(request.instructions, request.input)
+    conversation = Conversation(request.instructions, request.added())
     extras = Extras(request)
     fields, sampling = _fields(call, request, conversation, warnings)
     fields |= conversation_fields(
@@ -176,14 +187,14 @@ def _is_stored(request: ResponsesRequest, session: str | None, *, is_row: bool) 
     if request.store is not None:
         return request.store
     is_needed = request.background or request.names_earlier()
-    others = is_row or session is not None or has_files(request.input)
+    others = is_row or session is not None or has_files(request.added())
     return bool(is_needed) or not (others or request.return_progress or request.timings_per_token)
 
 
 async def _respond_stored(call: Call, request: ResponsesRequest, warnings: list[str]) -> Response:
     name, model = new_id("resp"), await _model(call, request)
     past = await earlier(call, request.previous_response_id, request.conversation, request.model)
-    conversation = Conversation(request.instructions, request.input, () if past is None else past.messages)
+    conversation = Conversation(request.instructions, request.added(), () if past is None else past.messages)
     fields, sampling = _fields(call, request, conversation, warnings)
     session = name if past is None or past.session is None else past.session
     head = response_head(name, request, model, sampling, warnings)
@@ -265,7 +276,7 @@ async def render(call: Call) -> Response:
 async def _prompt(call: Call) -> tuple[list[int], list[str]]:
     request, warnings = await call.read(Input)
     past = await earlier(call, request.previous_response_id, request.conversation, request.model)
-    conversation = Conversation(request.instructions, request.input, () if past is None else past.messages)
+    conversation = Conversation(request.instructions, request.added(), () if past is None else past.messages)
     messages = without_noise(conversation.messages)
     tools = _tool_fields(request, warnings)["tools"]
     found = await call.tokenize_chat(

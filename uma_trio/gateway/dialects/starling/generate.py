@@ -72,7 +72,7 @@ async def _read_known(call: Call, known: list[str]) -> tuple[dict[str, Any], lis
 
 
 async def steer(call: Call) -> Response:
-    """Change the running request ``id`` of the same client: the ``x-request-id`` of its response."""
+    """Change the running request ``id`` of the same client: the ``x-request-id`` of its response, or the id of its answer."""
     known = [field.name for field in attrs.fields(SteerQuery) if field.name not in OF_THE_PATH]
     changes, warnings = await _read_known(call, known)
     name = call.request.path_params["id"]
