@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import attrs
 import msgspec
 from click.testing import CliRunner
 
 from tests.gateway.conftest import Gateway
 from uma_trio.cli import main
+from uma_trio.cli.explain import in_words
 from uma_trio.gateway.dialects.starling.shapes import ExplainedPrompt
+from uma_trio.protocol.usage import Explanation
 
 RULES = "You answer briefly, in whole sentences, and you never joke. " * 6
 
@@ -49,6 +52,12 @@ def test_a_prompt_that_goes_on_was_not_computed_again(gateway: Gateway) -> None:
     assert isinstance(found, dict)
     assert (found["reason"], found["again_tokens"], found["prompt_tokens"] - found["cached_tokens"]) == ("cached", 0, 1)
     assert ask(gateway, "2031-01-01", "Hello")[1].get("explanation") is None, "only who asks gets it"
+
+
+def test_what_is_cached_from_before_the_start_begins_like_no_prompt_that_is_known() -> None:
+    new = Explanation(request_id="r", reason="new", prompt_tokens=20, cached_tokens=0, common_tokens=0)
+    assert in_words(new)[1] == "no earlier prompt that is known begins like it"
+    assert "nothing is known of the prompt that they belonged to" in in_words(attrs.evolve(new, cached_tokens=19))[1]
 
 
 def test_nothing_is_known_of_other_requests(gateway: Gateway) -> None:

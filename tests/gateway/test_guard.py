@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import socket
@@ -195,6 +196,15 @@ def test_bodies_up_to_the_limit_and_beyond(guarded: Gateway, is_chunked: bool) -
             answer = client.post(CHAT, content=content(n))
             assert (answer.status_code, code_of(answer)) == (413, "E_GATEWAY_BODY_TOO_LARGE"), n
         assert client.post(CHAT, content=content(MAX_BODY)).status_code == 200
+
+
+def test_a_body_is_not_compressed(guarded: Gateway) -> None:
+    body = json.dumps(QUESTION).encode()
+    with guarded.http() as client:
+        assert client.post(CHAT, content=body, headers={"content-encoding": "identity"}).status_code == 200
+        answer = client.post(CHAT, content=gzip.compress(body), headers={"content-encoding": "gzip"})
+        assert (answer.status_code, code_of(answer)) == (415, "E_GATEWAY_ENCODING")
+        assert "without Content-Encoding" in answer.text
 
 
 def test_a_size_that_is_announced_is_refused_before_the_body_is_sent(guarded: Gateway) -> None:

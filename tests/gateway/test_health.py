@@ -43,6 +43,14 @@ def test_a_path_that_does_not_exist(gateway: Gateway) -> None:
     assert wrong_method.headers["allow"] == "POST"
 
 
+def test_a_wrong_method_is_refused_in_the_form_of_the_paths_dialect(gateway: Gateway) -> None:
+    with gateway.http() as client:
+        found = client.get("/v1/requests/x/steer"), client.get("/v1/requests/x/explain")
+    assert [answer.status_code for answer in found] == [405, 404]
+    assert [answer.json()["error"]["code"] for answer in found] == ["E_GATEWAY_METHOD", "E_ANSWER_NOT_FOUND"]
+    assert found[0].json()["error"].keys() == found[1].json()["error"].keys()
+
+
 def test_the_openapi_document_has_every_endpoint(gateway: Gateway) -> None:
     with gateway.http() as client:
         document = client.get("/openapi.json").json()

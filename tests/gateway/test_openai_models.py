@@ -50,6 +50,11 @@ def test_clients_of_anthropic_get_models_in_their_shape(gateway: Gateway) -> Non
     assert refused.value.body["error"]["type"] == "not_found_error"
     with gateway.http(headers={"anthropic-version": "2023-06-01"}) as plain:
         assert plain.get("/v1/models").json().keys() == {"data", "has_more", "first_id", "last_id"}
+        pages = [plain.get("/v1/models", params=query).json() for query in ({"limit": 1}, {"after_id": "embedded"})]
+        assert [(page["first_id"], page["has_more"]) for page in pages] == [("embedded", False), (None, False)]
+        for name, value in (("limit", "0"), ("limit", "x"), ("after_id", "nobody")):
+            wrong = plain.get("/v1/models", params={name: value})
+            assert (wrong.status_code, wrong.json()["error"]["message"].split(" ")[0]) == (400, name)
         assert plain.get("/v1/nothing").json()["type"] == "error"
         assert isinstance(plain.get("/api/nothing").json()["error"], str), "the paths of Ollama's API are its own"
 

@@ -170,8 +170,13 @@ async def test_sixteen_streams_change_within_two_ticks_and_nobody_else_does(auto
 async def test_a_change_that_is_not_possible_names_the_remedy(autojump_clock):
     async with asking() as harness:
         client = harness.ask(PROMPT, N)
-        await until(client, 57)
-        with pytest.raises(BadRequest, match="shorten the text"):
+        await until(client, N - 5)
+        with pytest.raises(BadRequest, match="room for 2 more: shorten the text"):
+            steer(harness, client, text="x")
+        with pytest.raises(BadRequest, match=f"max_tokens {N - 4} leaves no room for text"):
+            steer(harness, client, text="x", max_tokens=N - 4)
+        await until(client, N - 3)
+        with pytest.raises(BadRequest, match="computed already"):
             steer(harness, client, text="x")
         with pytest.raises(BadRequest, match=f"room for max_tokens {N}"):
             steer(harness, client, max_tokens=N + 1)

@@ -152,3 +152,11 @@ def test_shares_add_up_and_tokens_too(seed: int) -> None:
     computed = sum(max(1, request.prompt_tokens - request.cached_tokens) for request in run.requests)
     assert found["prompt_tokens"] == computed
     assert len(found["longest_ticks"]) == min(10, len(run.ticks))
+
+
+def test_a_step_of_several_passes_has_one_gap_and_one_copy() -> None:
+    step = TickRecord(start_s=1.0, n_passes=4, decode_calls=4, tokens=4, decode_ms=8.0, host_gap_ms=1.0, copy_ms=2.0)
+    passes = step.each_pass()
+    assert [each.start_s for each in passes] == pytest.approx([1.0, 1.002, 1.004, 1.006])
+    assert [(each.host_gap_ms, each.copy_ms) for each in passes] == [(1.0, 2.0), *[(None, None)] * 3]
+    assert [each.tokens for each in passes] == [1] * 4

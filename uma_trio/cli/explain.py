@@ -62,6 +62,10 @@ def in_words(explanation: Explanation) -> list[str]:
     match explanation.reason:
         case "cached":
             lines.append("it goes on where an earlier prompt or answer ends: nothing was computed again")
+        case "new" if explanation.cached_tokens > explanation.common_tokens:
+            lines.append(
+                "nothing is known of the prompt that they belonged to, which may be older than the daemon's start"
+            )
         case "new":
             lines.append("no earlier prompt that is known begins like it")
         case "private":

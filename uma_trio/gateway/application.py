@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match
+from starlette.routing import Match, compile_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from uma_trio.config import MB, Config, Http
@@ -64,6 +64,12 @@ ENDPOINTS: Final = by_path(
         WATCH,
     )
 )
+
+PATTERNS: Final = [
+    (compile_path(endpoint.path)[0], endpoint)
+    for endpoint in sorted(ENDPOINTS, key=lambda endpoint: endpoint.path.count("{"))
+]
+"""What the path of each endpoint looks like, those without parameters first."""
 
 DIALECTS: Final = dialects_of(ENDPOINTS)
 """The first one is that of requests that name no other."""
@@ -238,8 +244,8 @@ def _refuse(error: HttpError, scope: Scope) -> Response:
 def _dialect_of(scope: Scope) -> Dialect:
     """The dialect of a request that no endpoint answers: that of its path, or of what its client sends."""
     path, headers = path_of(scope), Headers(scope=scope)
-    for endpoint in ENDPOINTS:
-        if endpoint.path == path:
+    for pattern, endpoint in PATTERNS:
+        if pattern.match(path):
             return endpoint.chosen_by(headers).dialect
     of_path = (each for each in DIALECTS if each.prefix is not None and path.startswith(each.prefix))
     of_client = (each for each in DIALECTS if each.header is not None and each.header in headers)

@@ -66,7 +66,7 @@ class Body:
         """Read it; ``None`` if the client leaves before its end.
 
         Raises:
-            HttpError: it is too large, has too many values, is nested too deeply, comes too slowly, or too many others are being read.
+            HttpError: it is compressed, too large, has too many values, is nested too deeply, comes too slowly, or too many others are being read.
         """
         self._check_announced()
         parts: list[bytes] = []
@@ -101,7 +101,7 @@ class Body:
         """Its parts as they arrive, for one that may be larger than memory.  ``timeout_s`` is the limit for ``PACE_BYTES``.
 
         Raises:
-            HttpError: it is too large, or comes too slowly, or the client leaves before its end.
+            HttpError: it is compressed, or too large, or comes too slowly, or the client leaves before its end.
         """
         self._check_announced()
         size, paced_bytes, left_s = 0, 0, self._bodies.timeout_s
@@ -123,6 +123,10 @@ class Body:
             yield part
 
     def _check_announced(self) -> None:
+        encoding = self._headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            message = f"the body is encoded as {encoding[:40]!r}: send it as it is, without Content-Encoding"
+            raise HttpError(415, "E_GATEWAY_ENCODING", message)
         announced = self._headers.get("content-length", "0")
         if not (announced.isascii() and announced.isdigit()):
             raise invalid("Content-Length is not a number")

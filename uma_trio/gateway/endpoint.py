@@ -85,7 +85,7 @@ class Dialect:
 
     name: str
     title: str
-    """Heading of its endpoints on the page at ``/docs``."""
+    """Heading of its endpoints on the page at ``/docs``, and their tag in the OpenAPI document."""
     error_body: Callable[[HttpError, str], Any]
     """The body of an error, from the error and the id of the request: a text, or plain values for JSON."""
     field_names: FieldNames = attrs.field(factory=dict)

@@ -18,7 +18,7 @@ from uma_trio.gateway.endpoint import Call, Endpoint, dialects_of
 from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.upload import MEDIA_TYPE as FORM
 
-ERRORS: Final = (400, 401, 403, 404, 408, 409, 413, 429, 431, 500, 502, 503, 504)
+ERRORS: Final = (400, 401, 403, 404, 408, 409, 413, 415, 429, 431, 500, 502, 503, 504)
 """Statuses that any endpoint may answer with."""
 
 REFERENCE: Final = "#/components/schemas/{name}"
@@ -50,7 +50,7 @@ def document(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
             "version": uma_trio.__version__,
             "description": "The page at /docs shows the same for people.",
         },
-        "tags": [{"name": each.name, "description": each.title} for each in dialects_of(endpoints)],
+        "tags": [{"name": each.title} for each in dialects_of(endpoints)],
         "paths": paths,
         "components": {
             "schemas": _with_patterns_of_ecma(components),
@@ -88,7 +88,7 @@ def _operation(endpoint: Endpoint, schema_of: dict[Any, dict[str, Any]]) -> dict
     summary, _, description = (inspect.getdoc(endpoint.answer) or "").partition(".")
     operation: dict[str, Any] = {
         "operationId": re.sub(r"\W+", "_", f"{endpoint.method.lower()}{endpoint.path}").rstrip("_"),
-        "tags": [endpoint.dialect.name],
+        "tags": [endpoint.dialect.title],
         "summary": summary,
         "description": description.strip(),
         "responses": {"200": {"description": "The answer", "content": content}},

@@ -50,7 +50,6 @@ def _render(endpoints: Iterable[Endpoint]) -> bytes:
 def groups_of(api: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """The operations of an OpenAPI document by the title of their dialect, with the fields of what goes in and comes out."""
     schemas = api["components"]["schemas"]
-    titles = {tag["name"]: tag["description"] for tag in api.get("tags", ())}
     groups: dict[str, list[dict[str, Any]]] = {}
     for path, operations in api["paths"].items():
         for method, operation in operations.items():
@@ -71,7 +70,7 @@ def groups_of(api: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
                 ],
             }
             [tag] = operation["tags"]
-            groups.setdefault(titles.get(tag, tag), []).append(shown)
+            groups.setdefault(tag, []).append(shown)
     return groups
 
 

@@ -171,7 +171,7 @@ GROUPS: Final[Mapping[str, tuple[Metric, ...]]] = {
         counter("late_masks_total", "samples",
             "Samples whose mask was not ready in time. The sequence got its token in a later tick. Rising: a request has "
             "a very complex constraint, or a slow controller (`controllers.skipped_total`)."),
-        counter("ticks_total", "ticks", "Completed ticks."),
+        counter("ticks_total", "ticks", "Completed ticks: steps, however many forward passes they have."),
         counter("decode_calls_total", "calls",
             "Calls of `llama_decode`. More than `ticks_total`: several narrow calls are faster than one wide call on "
             "this machine, or llama.cpp would divide a wide one anyway (per-sequence KV)."),

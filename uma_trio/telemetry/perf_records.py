@@ -155,13 +155,16 @@ class TickRecord(_Record, kw_only=True, tag="tick"):
             start_s = self.start_s + n * self.duration_ms / passes / 1e3
             found.append(msgspec.structs.replace(self, n_passes=1, start_s=start_s, **shares, **counts))
         for each in found[1:]:
-            each.host_gap_ms, each.idle_ms = None if self.host_gap_ms is None else 0.0, None
+            for name in BEFORE_PASSES:
+                setattr(each, name, None)
         return found
 
 
 SHARED: Final = ("predicted_ms", "decode_ms", "sample_ms", "bytes_moved")
 COUNTED: Final = ("tokens", "context_tokens", "decode_calls", "logits_rows", "copied_logits_rows")
 """What the passes of a tick have together: sums, and counts."""
+BEFORE_PASSES: Final = ("host_gap_ms", "idle_ms", "draft_model_ms", "embedding_ms", "copy_ms")
+"""Times before the first pass of a tick."""
 
 SUMMED: Final = tuple([each.name for each in msgspec.structs.fields(TickRecord) if each.type == Summed])
 AVERAGED: Final = tuple(

@@ -6,6 +6,7 @@ are no text of the answer.
 
 from __future__ import annotations
 
+import math
 from collections import abc
 from typing import Literal
 
@@ -41,9 +42,17 @@ def check_steering(sequence: Sequence, steering: Steering, *, n_sampled: int) ->
     if (query.max_tokens or 0) > sequence.max_tokens:
         raise BadRequest(f"this answer has room for max_tokens {sequence.max_tokens}", field="max_tokens")
     n_left = (query.max_tokens or sequence.bounds.token_limit) - len(sequence.tokens) - max(1, n_sampled)
+    if steering.tokens and n_left <= 1:
+        if (query.max_tokens or math.inf) < sequence.bounds.token_limit:
+            raise BadRequest(f"max_tokens {query.max_tokens} leaves no room for {field}", field="max_tokens")
+        raise BadRequest(
+            "the last tokens of the answer are computed already, so nothing can be inserted: "
+            "begin the request with larger max_tokens",
+            field=field,
+        )
     if len(steering.tokens) >= max(1, n_left):
         raise BadRequest(
-            f"{field} has {len(steering.tokens)} tokens, and the answer has room for {max(0, n_left - 1)} more: "
+            f"{field} has {len(steering.tokens)} tokens, and the answer has room for {n_left - 1} more: "
             f"shorten the {field}, or begin the request with larger max_tokens",
             field=field,
         )

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
 from starlette.responses import Response
 
 from uma_trio.client import ModelDescription
@@ -10,14 +15,38 @@ from uma_trio.gateway.dialects.anthropic.dialect import ANTHROPIC
 from uma_trio.gateway.dialects.anthropic.shapes import ModelInfo, ModelInfoPage
 from uma_trio.gateway.dialects.common.times import iso_time
 from uma_trio.gateway.endpoint import Call
+from uma_trio.gateway.errors import invalid
 from uma_trio.protocol.answers import bare_name
+
+
+class ModelQuery(msgspec.Struct):
+    """Which models are listed: those after or before one; all of them without ``limit``."""
+
+    limit: Annotated[int, Meta(ge=1, le=1000)] | None = None
+    after_id: str | None = None
+    before_id: str | None = None
 
 
 async def list_models(call: Call) -> Response:
     """All models that are served, the default one first, and each of them with each of its adapters."""
+    query = call.query(ModelQuery)
     models = await call.ask(lambda client: client.models())
     data = [_model(name, model) for model in models for name in model.names]
-    return json_response(ModelInfoPage(data=data, has_more=False, first_id=data[0].id, last_id=data[-1].id))
+    begin = 0 if query.after_id is None else _index(data, query.after_id, "after_id") + 1
+    end = len(data) if query.before_id is None else _index(data, query.before_id, "before_id")
+    limit = query.limit or len(data)
+    is_backward = query.before_id is not None and query.after_id is None
+    found = data[begin:end][-limit:] if is_backward else data[begin:end][:limit]
+    has_more = len(found) < end - begin
+    first, last = (found[0].id, found[-1].id) if found else (None, None)
+    return json_response(ModelInfoPage(data=found, has_more=has_more, first_id=first, last_id=last))
+
+
+def _index(models: Sequence[ModelInfo], name: str, parameter: str) -> int:
+    for index, model in enumerate(models):
+        if model.id == name:
+            return index
+    raise invalid(f"{parameter} names no model that is served: {name[:200]!r}", parameter=parameter)
 
 
 async def retrieve_model(call: Call) -> Response:

@@ -71,9 +71,9 @@ class ModelInfo(Shape, tag_field="type", tag="model"):
 
 
 class ModelInfoPage(Shape):
-    """All models."""
+    """All models, or a page of them."""
 
     data: list[ModelInfo]
     has_more: bool
-    first_id: str
-    last_id: str
+    first_id: str | None
+    last_id: str | None
