@@ -201,7 +201,7 @@ async def test_after_a_failure_for_memory_less_is_taken(
 ) -> None:
     link = ShortLink(fails, LoadError(reason, is_about_memory=about_memory), [])
     start = Start(EMBEDDED, config.Model())
-    loading = loaded._loaded(ShortLauncher(link), start, lambda share: None, lambda: True, 30.0)
+    loading = loaded._load(ShortLauncher(link), start, lambda share: None, lambda: True, 30.0)
     if fails < attempts:
         assert await loading is link
     else:
@@ -213,14 +213,14 @@ async def test_after_a_failure_for_memory_less_is_taken(
 async def test_without_fit_a_failure_is_final() -> None:
     link = ShortLink(1, LoadError("out of memory", is_about_memory=True), [])
     with pytest.raises(LoadError):
-        await loaded._loaded(
+        await loaded._load(
             ShortLauncher(link), Start(EMBEDDED, config.Model(fit="off")), lambda share: None, lambda: True, 30.0
         )
 
 
 async def test_a_file_that_cannot_be_mapped_is_read() -> None:
     link = ShortLink(1, LoadError("mmap failed: Cannot allocate memory", is_about_memory=True), [])
-    await loaded._loaded(ShortLauncher(link), Start(EMBEDDED, config.Model()), lambda share: None, lambda: True, 30.0)
+    await loaded._load(ShortLauncher(link), Start(EMBEDDED, config.Model()), lambda share: None, lambda: True, 30.0)
     assert [each.settings.mmap for each in link.starts] == [True, False]
 
 

@@ -229,13 +229,14 @@ def _located(settings: Config) -> Config:
 def _serve(settings: Config, claimed: Claim, read_again: Callable[[], Config]) -> int:
     gc.disable()  # imports leave little to collect, and each collection would look at all that they made
     from uma_trio.daemon.engines.process import EngineProcess
-    from uma_trio.engine_link.load_errors import MORE_FILES, OUT_OF_FILES
 
     engine = None
     try:
         engine = EngineProcess.start() if settings.engine.mode == "process" else None
         return _serve_with(engine, settings, claimed, read_again)
     except OSError as error:
+        from uma_trio.engine_link.load_errors import MORE_FILES, OUT_OF_FILES
+
         if error.errno not in OUT_OF_FILES:
             raise
         fail("serve", f"{error.strerror}; {MORE_FILES}")
