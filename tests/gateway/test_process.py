@@ -170,12 +170,13 @@ def test_requests_for_which_no_descriptor_is_left_get_503(frail: Gateway) -> Non
         process = psutil.Process(daemon.metrics()["gateway"]["pid"])
         with gateway.http() as client:
             client.get("/healthz").raise_for_status()
+            before = process.num_fds()
             raws = [stack.enter_context(Raw(gateway)) for _ in range(20)]
             body = json.dumps({**LONG, "max_tokens": 3}).encode()
             for raw in raws:  # they are accepted, and need a connection to the daemon now
                 raw.send(b"POST /v1/generate HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n")
             client.get("/healthz").raise_for_status()
-            daemon.wait_until(lambda _: process.num_fds() >= 20, "they are accepted")
+            daemon.wait_until(lambda _: process.num_fds() >= before + 20, "they are accepted")
             resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (process.num_fds() + 1, 4096))
             for raw in raws:
                 raw.send(b"content-length: %d\r\n\r\n%s" % (len(body), body))

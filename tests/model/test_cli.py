@@ -241,6 +241,7 @@ def test_metrics_as_text_and_as_json(daemon):
     found = run_process("metrics", "--socket", daemon.socket)
     assert found.returncode == 0
     assert "tokens_total" in found.stdout
+    daemon.wait_until(lambda found: found["connections"] == 1, "that client has left")
     snapshot = json.loads(invoke("metrics", "--json", "--socket", daemon.socket).stdout)
     assert snapshot["model"] == "embedded"
     assert snapshot["connections"] == 1
