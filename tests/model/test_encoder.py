@@ -86,11 +86,12 @@ def test_equal_files_have_equal_placeholders_and_others_differ_at_once(
         another.close()
 
 
-def test_files_leave_nothing_in_the_folder(encoder: SandboxedEncoder) -> None:
+def test_files_leave_nothing_behind(encoder: SandboxedEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("uma_trio.encoder.encoder.memory_folder", lambda: tmp_path)
     found = encoder.encode(png(drawn(1)))
     with pytest.raises(Refused):
         encoder.encode(png(drawn(1))[:300])
-    assert not [*encoder._folder.iterdir()]
+    assert not [*tmp_path.iterdir()]
     assert os.fstat(found.rows.fd).st_nlink == 0
 
 

@@ -12,10 +12,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import shutil
 import sys
 import tempfile
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -90,8 +88,6 @@ class SandboxedEncoder:
     def __init__(self, projector: Projector, fingerprint: str) -> None:
         self._projector = projector
         self._fingerprint = fingerprint.encode()
-        self._folder = Path(tempfile.mkdtemp(prefix="uma-media-", dir=memory_folder()))
-        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         self._sandbox = Sandbox(
             python_module("uma_trio.encoder"), lambda: _setup(projector), ANSWER_SECONDS, BUSY_SECONDS
         )
@@ -171,5 +167,5 @@ class SandboxedEncoder:
     @contextlib.contextmanager
     def _files(self) -> Iterator[tuple[Path, Path]]:
         """Two files for one question, which have no names afterwards."""
-        with tempfile.TemporaryDirectory(dir=self._folder) as folder:
+        with tempfile.TemporaryDirectory(prefix="uma-media-", dir=memory_folder()) as folder:
             yield Path(folder, "given"), Path(folder, "rows")
