@@ -10,15 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from uma_trio.gateway.errors import HttpError
+from uma_trio.errors import MaxTokensTooLarge, TooManyRequests
+from uma_trio.gateway.errors import QUOTA, RATE, HttpError
 from uma_trio.gateway.limits import (
-    IN_FLIGHT,
     MAX_ADDRESSES,
     MINUTE_NS,
     NS,
-    QUOTA,
-    RATE,
-    TOO_LARGE,
     WRONG_KEYS_PER_MINUTE,
     Admission,
     Bucket,
@@ -88,7 +85,7 @@ def test_a_client_that_waits_as_long_as_it_should_is_admitted(
         world.ns += gap
         found = world.admit(tenant, estimate)
         if isinstance(found, HttpError):
-            if found.code == TOO_LARGE:
+            if found.kind is MaxTokensTooLarge:
                 assert tenant.token_quota is not None
                 assert estimate > tenant.token_quota
                 continue
@@ -156,7 +153,7 @@ def test_what_was_used_and_not_reserved_is_owed() -> None:
     world.use(tenant, 180, reserved=10)
     error = world.admit(tenant, 1)
     assert isinstance(error, HttpError)
-    assert (error.code, error.retry_after_ms) == (RATE, 121_000)
+    assert (error.code, error.retry_after_ms) == (RATE.code, 121_000)
 
 
 def test_a_request_larger_than_a_minutes_tokens_waits_for_a_full_bucket() -> None:
@@ -174,7 +171,7 @@ def test_a_quota_begins_anew_with_its_period() -> None:
     world.use(tenant, 90)
     error = world.admit(tenant, 11)
     assert isinstance(error, HttpError)
-    assert (error.status, error.code, error.headers["Retry-After"]) == (429, QUOTA, "3600")
+    assert (error.status, error.code, error.headers["Retry-After"]) == (429, QUOTA.code, "3600")
     assert "10 of the 100 tokens" in error.message
     world.wait(error)
     world.use(tenant, 100)
@@ -192,7 +189,7 @@ def test_tokens_count_in_the_period_in_which_their_request_began() -> None:
 def test_more_than_a_quota_is_refused_for_good() -> None:
     error = World().admit(Tenant(name="a", token_quota=100, tokens_per_minute=1), 101)
     assert isinstance(error, HttpError)
-    assert (error.status, error.code, error.retry_after_ms) == (400, TOO_LARGE, None)
+    assert (error.status, error.code, error.retry_after_ms) == (400, MaxTokensTooLarge.code, None)
 
 
 def test_one_tenant_leaves_connections_to_others() -> None:
@@ -216,7 +213,7 @@ def test_answers_in_flight() -> None:
     assert isinstance(first, Admission)
     assert isinstance(second, Admission)
     assert isinstance(third, HttpError)
-    assert (third.status, third.code, third.headers["Retry-After"]) == (429, IN_FLIGHT, "1")
+    assert (third.status, third.code, third.headers["Retry-After"]) == (429, TooManyRequests.code, "1")
     second.settle(0)
     assert isinstance(world.admit(tenant), Admission)
     never = world.admit(tenant, answers=4)

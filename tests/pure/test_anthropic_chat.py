@@ -10,7 +10,7 @@ import pytest
 from tests.support.cases import all_cases
 from uma_trio.gateway.dialects.anthropic.chat import Chat, ChatMessages, tool_fields
 from uma_trio.gateway.dialects.anthropic.dialect import error_body
-from uma_trio.gateway.errors import HttpError
+from uma_trio.gateway.errors import ErrorKind, HttpError
 from uma_trio.protocol.messages import parse
 from uma_trio.protocol.requests import Generate
 
@@ -161,6 +161,6 @@ def test_the_choice_of_a_tool(choice: Fields, expected: tuple[Any, bool]) -> Non
     ],
 )
 def test_types_of_errors(status: int, kind: str) -> None:
-    body = error_body(HttpError(status, "E_X", "what to do"), "req-1")
+    body = error_body(HttpError(ErrorKind("E_X", status), "what to do"), "req-1")
     assert body["error"] == {"type": kind, "message": "what to do", "code": "E_X"}
     assert (body["type"], body["request_id"]) == ("error", "req-1")

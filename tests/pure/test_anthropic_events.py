@@ -8,7 +8,7 @@ from typing import Any
 from tests.support.answers import ANSWER, CALLS, eos
 from uma_trio.client import Event, PrefillProgress, Token
 from uma_trio.gateway.dialects.anthropic.messages import MessageEvents
-from uma_trio.gateway.errors import HttpError
+from uma_trio.gateway.errors import ErrorKind, HttpError
 
 Fields = dict[str, Any]
 HEAD = {"id": "msg_1", "role": "assistant", "model": "m"}
@@ -91,7 +91,7 @@ def test_an_answer_that_the_context_cuts_says_so() -> None:
 
 
 def test_an_error_in_the_middle() -> None:
-    [error] = events_of(renderer().fail(HttpError(503, "E_MODEL_UNAVAILABLE", "try again")))
+    [error] = events_of(renderer().fail(HttpError(ErrorKind("E_MODEL_UNAVAILABLE", 503), "try again")))
     assert error["type"] == "error"
     assert error["error"]["type"] == "overloaded_error"
 

@@ -10,8 +10,9 @@ import pytest
 
 from tests.support.cases import all_cases
 from uma_trio.client import Embeddings, Eos, Event, RankedDocument, Ranking, Reasoning, Token
+from uma_trio.errors import InternalError
 from uma_trio.gateway.charging import UNKNOWN_MAX_TOKENS, Account, Charge, charged, estimated_tokens
-from uma_trio.gateway.errors import HttpError
+from uma_trio.gateway.errors import ErrorKind, HttpError
 from uma_trio.gateway.guard import check_admin
 from uma_trio.gateway.limits import Limiter
 from uma_trio.gateway.tenants import Tenant
@@ -188,7 +189,7 @@ def test_what_the_daemon_refuses_costs_nothing_and_what_fails_later_costs_what_w
         costs = Costs()
         with pytest.raises(HttpError), costs.begin(prompt="xxx", max_tokens=100) as charge:
             charge.count(events)
-            raise HttpError(500, "E", "no")
+            raise HttpError(InternalError, "no")
         assert costs.usage.total == cost
 
 
@@ -208,7 +209,7 @@ def test_an_answer_that_its_controller_ends_with_an_error_is_not_free(is_streame
         costs.begin(prompt="x" * 30, max_tokens=100, controller="c", is_streamed=is_streamed) as charge,
     ):
         charge.count([token()] if is_streamed else [])
-        raise HttpError(400, "E_CONTROLLER_FAILED", "the controller has printed all that it has generated")
+        raise HttpError(ErrorKind("E_CONTROLLER_FAILED", 400), "the controller has printed all that it has generated")
     assert costs.usage.total == cost
 
 

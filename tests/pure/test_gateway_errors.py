@@ -9,12 +9,12 @@ import attrs
 from tests.support.cases import all_cases
 from uma_trio.errors import BadRequest, all_errors
 from uma_trio.gateway.dialects.openai.dialect import error_body
-from uma_trio.gateway.errors import HttpError, from_failure, try_again_in
+from uma_trio.gateway.errors import ErrorKind, HttpError, from_failure, try_again_in
 from uma_trio.protocol.events import Failure
 
 
 def of_openai(status: int, code: str, **fields: Any) -> dict[str, Any]:
-    found: dict[str, Any] = error_body(HttpError(status, code, "what to do", **fields), "req-1")["error"]
+    found: dict[str, Any] = error_body(HttpError(ErrorKind(code, status), "what to do", **fields), "req-1")["error"]
     return found
 
 
@@ -74,8 +74,8 @@ def test_a_wait_is_said_in_words() -> None:
 
 
 def test_clients_do_not_retry_what_takes_longer_than_a_minute() -> None:
-    assert "X-Should-Retry" not in HttpError(429, "E_X", "x", retry_after_ms=60_000).headers
-    found = HttpError(429, "E_X", "x", retry_after_ms=60_001).headers
+    assert "X-Should-Retry" not in HttpError(ErrorKind("E_X", 429), "x", retry_after_ms=60_000).headers
+    found = HttpError(ErrorKind("E_X", 429), "x", retry_after_ms=60_001).headers
     assert found == {"Retry-After": "61", "Retry-After-Ms": "60001", "X-Should-Retry": "false"}
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from tests.support.cases import all_cases
+from uma_trio.gateway import errors
 from uma_trio.gateway.application import ENDPOINTS
 from uma_trio.gateway.endpoint import Endpoint
 from uma_trio.protocol.parameters import PARAMETERS
@@ -80,11 +81,15 @@ def test_every_endpoint_is_named(endpoint: Endpoint) -> None:
     assert any(f"`{name}`" in shown for each in (path, f"/v1{path}") for name in (each, f"{endpoint.method} {each}"))
 
 
-def test_every_error_code_of_the_gateway_is_named() -> None:
-    used = {code for file in GATEWAY.rglob("*.py") for code in re.findall(r"E_GATEWAY_[A-Z_]+", file.read_text())}
-    named = set(re.findall(r"E_GATEWAY_[A-Z_]+", PAGE.read_text()))
-    assert used - named == {"E_GATEWAY_CLIENT_LEFT"}, "that one is for logs: nobody gets it"
-    assert named <= used
+def test_the_table_of_errors_has_the_codes_and_the_statuses_of_the_code() -> None:
+    used = {each for each in vars(errors).values() if isinstance(each, errors.ErrorKind)} - {errors.CLIENT_LEFT}
+    named = set()
+    for codes, statuses in re.findall(
+        r"^\| (`E_GATEWAY_\w+`(?:, `E_GATEWAY_\w+`)*) \| ([\d, ]+) \|", PAGE.read_text(), re.M
+    ):
+        for code in codes.split(", "):
+            named |= {errors.ErrorKind(code.strip("`"), int(status)) for status in statuses.split(", ")}
+    assert named == used, "CLIENT_LEFT is for logs: nobody gets it"
 
 
 def test_every_header_is_named() -> None:

@@ -15,7 +15,7 @@ from uma_trio.gateway.dialects.openai.extras import Extras
 from uma_trio.gateway.dialects.openai.response_events import ResponseEvents
 from uma_trio.gateway.dialects.openai.response_items import Conversation, Item, has_files
 from uma_trio.gateway.dialects.openai.responses import ResponsesRequest, response_head
-from uma_trio.gateway.errors import HttpError
+from uma_trio.gateway.errors import ErrorKind, HttpError
 from uma_trio.protocol.messages import parse
 
 Fields = dict[str, Any]
@@ -207,7 +207,9 @@ def test_reasoning_comes_back_sealed_from_clients_that_send_it_only_so() -> None
 def test_an_error_in_the_middle_ends_the_response_as_failed() -> None:
     events = renderer()
     written = (
-        events.begin() + events.render(ANSWER[2]) + events.fail(HttpError(503, "E_MODEL_UNAVAILABLE", "try again"))
+        events.begin()
+        + events.render(ANSWER[2])
+        + events.fail(HttpError(ErrorKind("E_MODEL_UNAVAILABLE", 503), "try again"))
     )
     last = json.loads(written.split(b"data: ")[-1])
     assert last["type"] == "response.failed"

@@ -29,7 +29,7 @@ from uma_trio.gateway.dialects.ollama import endpoints as ollama
 from uma_trio.gateway.dialects.openai import endpoints as openai
 from uma_trio.gateway.dialects.starling import endpoints as starling
 from uma_trio.gateway.endpoint import Dialect, Endpoint, by_path, dialects_of
-from uma_trio.gateway.errors import HttpError, internal_error
+from uma_trio.gateway.errors import NO_PATH, WRONG_METHOD, HttpError, internal_error
 from uma_trio.gateway.guard import Guard, path_of, with_headers
 from uma_trio.gateway.key_file import CurrentTenants
 from uma_trio.gateway.limits import Limiter, WrongKeys
@@ -208,14 +208,14 @@ async def _not_found(request: Request, _: Exception) -> Response:
     instead = next((text for start, text in known.items() if path.startswith(start)), "/openapi.json lists the paths")
     return _error(
         request,
-        HttpError(404, "E_GATEWAY_NOT_FOUND", f"there is no {path} here; {instead}, and /docs explains them"),
+        HttpError(NO_PATH, f"there is no {path} here; {instead}, and /docs explains them"),
     )
 
 
 async def _wrong_method(request: Request, _: Exception) -> Response:
     allowed = sorted(_methods_at(request.scope))
     message = f"{request.url.path} does not take {request.method}; it takes {' and '.join(allowed)}"
-    response = _error(request, HttpError(405, "E_GATEWAY_METHOD", message))
+    response = _error(request, HttpError(WRONG_METHOD, message))
     response.headers["allow"] = ", ".join(allowed)
     return response
 

@@ -16,7 +16,16 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from uma_trio.errors import InvalidJson, TooManyValues
-from uma_trio.gateway.errors import HttpError, client_left, invalid, refused_json
+from uma_trio.gateway.errors import (
+    BODY_TIMEOUT,
+    BODY_TOO_LARGE,
+    ENCODED_BODY,
+    TOO_MANY_BODIES,
+    HttpError,
+    client_left,
+    invalid,
+    refused_json,
+)
 from uma_trio.protocol.json_cost import SLICE_BYTES, JsonCost
 
 MAX_INCOMPLETE: Final = 8
@@ -87,12 +96,12 @@ class Body:
                         await _count(part, cost)
                     if self._bodies.incomplete_bytes > MAX_INCOMPLETE * self._bodies.max_bytes:
                         message = "too many large requests arrive at once"
-                        raise HttpError(503, "E_GATEWAY_BUSY", message, retry_after_ms=BUSY_RETRY_MS)
+                        raise HttpError(TOO_MANY_BODIES, message, retry_after_ms=BUSY_RETRY_MS)
         except (InvalidJson, TooManyValues) as error:
             raise refused_json(error) from None
         except TimeoutError:
             message = f"the body did not arrive within {self._bodies.timeout_s:g} s"
-            raise HttpError(408, "E_GATEWAY_BODY_TIMEOUT", message) from None
+            raise HttpError(BODY_TIMEOUT, message) from None
         finally:
             self._bodies.incomplete_bytes -= size
         return b"".join(parts)
@@ -111,7 +120,7 @@ class Body:
                 part = await self._next()
             if waiting.cancelled_caught:
                 message = f"{PACE_BYTES:,} bytes of the body did not arrive within {self._bodies.timeout_s:g} s"
-                raise HttpError(408, "E_GATEWAY_BODY_TIMEOUT", message)
+                raise HttpError(BODY_TIMEOUT, message)
             if part is None:
                 raise client_left()
             size += len(part)
@@ -126,7 +135,7 @@ class Body:
         encoding = self._headers.get("content-encoding", "identity")
         if encoding.lower() != "identity":
             message = f"the body is encoded as {encoding[:40]!r}: send it as it is, without Content-Encoding"
-            raise HttpError(415, "E_GATEWAY_ENCODING", message)
+            raise HttpError(ENCODED_BODY, message)
         announced = self._headers.get("content-length", "0")
         if not (announced.isascii() and announced.isdigit()):
             raise invalid("Content-Length is not a number")
@@ -160,8 +169,7 @@ class Body:
 
     def _too_large(self) -> HttpError:
         return HttpError(
-            413,
-            "E_GATEWAY_BODY_TOO_LARGE",
+            BODY_TOO_LARGE,
             f"the body of a request has at most {self._bodies.max_bytes:,} bytes here ({self._bodies.setting})",
         )
 

@@ -442,7 +442,7 @@ class Snapshots:
             except ClientError as error:
                 return from_client_error(error)
         text = f"the daemon does not answer within {TIMEOUT_S:g} s"
-        return HttpError(503, NO_DAEMON, text, retry_after_ms=NO_DAEMON_RETRY_MS)
+        return HttpError(NO_DAEMON, text, retry_after_ms=NO_DAEMON_RETRY_MS)
 
     async def _ask(self) -> dict[str, Any]:
         """Ask over the connection, which stays open only if there is an answer.

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
-from uma_trio.client import BrokenProtocol, ClientError, Failure, Loading, NoServer, ServerError
+from uma_trio.client import ClientError, Failure, Loading, NoServer, ServerError
 from uma_trio.errors import (
     BadRequest,
     ControllerNotFound,
@@ -21,18 +21,60 @@ from uma_trio.errors import (
     ModelNotFound,
     ShuttingDown,
     TooManyValues,
+    UmaError,
     all_errors,
 )
 
 ETA: Final = "x-uma-eta-ms"
 """The header that says in how many milliseconds an answer will be complete."""
 
-NO_DAEMON: Final = "E_GATEWAY_NO_DAEMON"
-LOADING: Final = "E_GATEWAY_LOADING"
-BROKEN: Final = "E_GATEWAY_BROKEN"
-"""Codes of the gateway's own errors; docs/PROTOCOL-REFERENCE.md lists those of the daemon."""
 
-LOST: Final = (NO_DAEMON, BROKEN, ShuttingDown.code)
+class ErrorKind(NamedTuple):
+    """What programs compare.  The classes of ``uma_trio.errors`` are such kinds as well."""
+
+    code: str
+    http_status: int
+
+
+AnyKind = ErrorKind | type[UmaError]
+
+INVALID_MODEL: Final = ErrorKind("E_GATEWAY_MODELS", 400)
+NO_KEY: Final = ErrorKind("E_GATEWAY_KEY", 401)
+UNSIGNED_PEER: Final = ErrorKind("E_GATEWAY_PEER", 401)
+NO_PEERS: Final = ErrorKind("E_GATEWAY_PEER", 403)
+NOT_ADMIN: Final = ErrorKind("E_GATEWAY_ADMIN", 403)
+NOT_OWNER: Final = ErrorKind("E_GATEWAY_OWNER", 403)
+UNKNOWN_HOST: Final = ErrorKind("E_GATEWAY_HOST", 403)
+UNKNOWN_ORIGIN: Final = ErrorKind("E_GATEWAY_ORIGIN", 403)
+NO_PATH: Final = ErrorKind("E_GATEWAY_NOT_FOUND", 404)
+NO_FILE: Final = ErrorKind("E_GATEWAY_FILE", 404)
+NO_BATCH: Final = ErrorKind("E_GATEWAY_BATCH", 404)
+NO_ANSWER: Final = ErrorKind("E_GATEWAY_NO_ANSWER", 404)
+WRONG_METHOD: Final = ErrorKind("E_GATEWAY_METHOD", 405)
+BODY_TIMEOUT: Final = ErrorKind("E_GATEWAY_BODY_TIMEOUT", 408)
+FILE_IN_USE: Final = ErrorKind("E_GATEWAY_FILE_IN_USE", 409)
+MODEL_IN_USE: Final = ErrorKind("E_GATEWAY_MODELS", 409)
+BATCH_ENDED: Final = ErrorKind("E_GATEWAY_BATCH_ENDED", 409)
+BODY_TOO_LARGE: Final = ErrorKind("E_GATEWAY_BODY_TOO_LARGE", 413)
+FILES_FULL: Final = ErrorKind("E_GATEWAY_FILES_FULL", 413)
+ENCODED_BODY: Final = ErrorKind("E_GATEWAY_ENCODING", 415)
+OTHER_PEER: Final = ErrorKind("E_GATEWAY_PEER", 421)
+RATE: Final = ErrorKind("E_GATEWAY_RATE", 429)
+QUOTA: Final = ErrorKind("E_GATEWAY_QUOTA", 429)
+TOO_MANY_WRONG_KEYS: Final = ErrorKind("E_GATEWAY_KEY", 429)
+TOO_MANY_FILES: Final = ErrorKind("E_GATEWAY_BUSY", 429)
+HEADERS_TOO_LARGE: Final = ErrorKind("E_GATEWAY_HEADERS", 431)
+CLIENT_LEFT: Final = ErrorKind("E_GATEWAY_CLIENT_LEFT", 499)
+NO_TOKENIZER_FILE: Final = ErrorKind("E_GATEWAY_NO_FILE", 501)
+BROKEN: Final = ErrorKind("E_GATEWAY_BROKEN", 502)
+LOADING: Final = ErrorKind("E_GATEWAY_LOADING", 503)
+NO_DAEMON: Final = ErrorKind("E_GATEWAY_NO_DAEMON", 503)
+TOO_MANY_BODIES: Final = ErrorKind("E_GATEWAY_BUSY", 503)
+NO_STORAGE: Final = ErrorKind("E_GATEWAY_STORAGE", 503)
+SILENT_PEER: Final = ErrorKind("E_GATEWAY_PEER", 503)
+"""The gateway's own errors, which docs/HTTP.md explains; docs/PROTOCOL-REFERENCE.md has those of the daemon."""
+
+LOST: Final = (NO_DAEMON.code, BROKEN.code, ShuttingDown.code)
 """Codes of errors that end the connection to an answer, and not the answer, if it is detached."""
 
 LOADING_RETRY_MS: Final = 2000
@@ -40,7 +82,6 @@ NO_DAEMON_RETRY_MS: Final = 1000
 UNKNOWN_RETRY_MS: Final = 1000
 """Where the daemon cannot estimate the wait."""
 LONGEST_WAIT_S: Final = 60
-
 
 STATUS_OF_CODE: Final = {each.code: each.http_status for each in all_errors()}
 """The HTTP status of each code of the socket protocol."""
@@ -50,8 +91,7 @@ class HttpError(Exception):
     """A request that cannot be answered.
 
     Args:
-        status: HTTP status.
-        code: what programs compare.
+        kind: its code and its HTTP status.
         message: what people read; says what to do.
         retry_after_ms: delay after which a retry may succeed.
         eta_ms: in how many milliseconds the answer would have been complete, if that is too late.
@@ -60,8 +100,7 @@ class HttpError(Exception):
 
     def __init__(
         self,
-        status: int,
-        code: str,
+        kind: AnyKind,
         message: str,
         *,
         retry_after_ms: int | None = None,
@@ -69,8 +108,9 @@ class HttpError(Exception):
         parameter: str | None = None,
     ) -> None:
         super().__init__(message)
-        self.status = status
-        self.code = code
+        self.kind = kind
+        self.code = kind.code
+        self.status = kind.http_status
         self.message = message
         self.retry_after_ms = retry_after_ms
         self.eta_ms = eta_ms
@@ -79,8 +119,7 @@ class HttpError(Exception):
     def reworded(self, reword: Callable[[str], str]) -> HttpError:
         """The same error with other names of fields."""
         return HttpError(
-            self.status,
-            self.code,
+            self.kind,
             reword(self.message),
             retry_after_ms=self.retry_after_ms,
             eta_ms=self.eta_ms,
@@ -104,24 +143,24 @@ class HttpError(Exception):
 
 def invalid(message: str, *, parameter: str | None = None) -> HttpError:
     """The error for a field that is missing, of the wrong type, out of bounds or not supported."""
-    return HttpError(BadRequest.http_status, BadRequest.code, message, parameter=parameter)
+    return HttpError(BadRequest, message, parameter=parameter)
 
 
 def client_left() -> HttpError:
     """The error for a request whose client has closed the connection."""
-    return HttpError(499, "E_GATEWAY_CLIENT_LEFT", "the client closed the connection")
+    return HttpError(CLIENT_LEFT, "the client closed the connection")
 
 
 def internal_error(what: str = "internal error") -> HttpError:
     """The error for a defect, which was logged."""
-    return HttpError(500, InternalError.code, f"{what}; the daemon's log has the details")
+    return HttpError(InternalError, f"{what}; the daemon's log has the details")
 
 
 def refused_json(error: TooManyValues | InvalidJson, *, parameter: str | None = None) -> HttpError:
     """The error for JSON that would take too long to decode, or is nested too deeply."""
     if isinstance(error, InvalidJson):
         return invalid(str(error), parameter=parameter)
-    return HttpError(error.http_status, error.code, str(error), parameter=parameter)
+    return HttpError(type(error), str(error), parameter=parameter)
 
 
 def try_again_in(retry_after_ms: int) -> str:
@@ -135,7 +174,7 @@ def try_again_in(retry_after_ms: int) -> str:
 
 def from_failure(failure: Failure) -> HttpError:
     """The error that the daemon's event reports.  A code of a newer daemon counts as an internal error."""
-    status = STATUS_OF_CODE.get(failure.code, 500)
+    status = STATUS_OF_CODE.get(failure.code, InternalError.http_status)
     retry_after_ms = failure.retry_after_ms
     if retry_after_ms is None and status in (429, 503):
         retry_after_ms = UNKNOWN_RETRY_MS
@@ -151,8 +190,7 @@ def from_failure(failure: Failure) -> HttpError:
     if failure.code == ModelNotFound.code and "--on-demand" not in message:
         message = f"{message}; uma-trio serve --http-any-model answers requests for other names with its first model"
     return HttpError(
-        status,
-        failure.code,
+        ErrorKind(failure.code, status),
         message,
         retry_after_ms=retry_after_ms,
         eta_ms=failure.eta_ms,
@@ -166,14 +204,10 @@ def from_client_error(error: ClientError) -> HttpError:
         case ServerError():
             return from_failure(error.event)
         case Loading():
-            return HttpError(503, LOADING, "the model is being loaded; try again soon", retry_after_ms=LOADING_RETRY_MS)
+            return HttpError(LOADING, "the model is being loaded; try again soon", retry_after_ms=LOADING_RETRY_MS)
         case NoServer():
-            return HttpError(
-                503, NO_DAEMON, f"the daemon is not there: {error.reason}", retry_after_ms=NO_DAEMON_RETRY_MS
-            )
-        case BrokenProtocol():
-            return HttpError(502, BROKEN, f"the daemon's answer broke off: {error}")
-    return HttpError(500, BROKEN, str(error))
+            return HttpError(NO_DAEMON, f"the daemon is not there: {error.reason}", retry_after_ms=NO_DAEMON_RETRY_MS)
+    return HttpError(BROKEN, f"the daemon's answer broke off: {error}")
 
 
 FieldNames = Mapping[str, str | Sequence[str]]

@@ -29,7 +29,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from uma_trio.errors import ShuttingDown, TooManyConnections
 from uma_trio.gateway.body import Body, BodyLimits, Refusal, replayed
-from uma_trio.gateway.errors import HttpError, try_again_in
+from uma_trio.gateway.errors import (
+    HEADERS_TOO_LARGE,
+    NO_KEY,
+    NOT_ADMIN,
+    NOT_OWNER,
+    TOO_MANY_WRONG_KEYS,
+    UNKNOWN_HOST,
+    UNKNOWN_ORIGIN,
+    HttpError,
+    try_again_in,
+)
 from uma_trio.gateway.key_file import CurrentTenants
 from uma_trio.gateway.limits import Limiter, WrongKeys
 from uma_trio.gateway.origins import ANY, Origins, is_loopback
@@ -152,7 +162,7 @@ class Guard:
             raise draining()
         if scope["state"].get("is_overloaded") and path_of(scope) not in self.open_paths:
             message = f"too many requests are in flight (http_max_connections); {try_again_in(OVERLOADED_RETRY_MS)}"
-            raise HttpError(429, TooManyConnections.code, message, retry_after_ms=OVERLOADED_RETRY_MS)
+            raise HttpError(TooManyConnections, message, retry_after_ms=OVERLOADED_RETRY_MS)
 
     # -- host and origin --
 
@@ -161,7 +171,7 @@ class Guard:
         if len(hosts) != 1 or not self.origins.allows_host(hosts[0]):
             name = hosts[0][:200] if hosts else ""
             raise HttpError(
-                403, "E_GATEWAY_HOST", f"the host {name!r} is not served here; its operator can add it to http_hosts"
+                UNKNOWN_HOST, f"the host {name!r} is not served here; its operator can add it to http_hosts"
             )
 
     def _allows_origin(self, headers: Headers, scope: Scope) -> bool:
@@ -171,8 +181,7 @@ class Guard:
     def _check_origin(self, headers: Headers, scope: Scope) -> None:
         if not self._allows_origin(headers, scope):
             raise HttpError(
-                403,
-                "E_GATEWAY_ORIGIN",
+                UNKNOWN_ORIGIN,
                 f"pages of {headers['origin'][:200]!r} may not use this gateway; its operator can add it to http_origins",
             )
 
@@ -190,19 +199,19 @@ class Guard:
         keys = list(_presented(headers))
         sender = next((tenant for tenant in map(tenants.find, keys) if tenant is not None), None)
         if sender is None and path_of(scope) not in self.open_paths:
-            raise self._refused_key(scope) if keys else HttpError(401, "E_GATEWAY_KEY", KEY_MISSING)
+            raise self._refused_key(scope) if keys else HttpError(NO_KEY, KEY_MISSING)
         scope["state"]["n_tenants"] = len(tenants.by_name)
         return sender
 
     def _refused_key(self, scope: Scope) -> HttpError:
         wait_s = self.wrong_keys.note(_network(scope))
         if wait_s is None:
-            return HttpError(401, "E_GATEWAY_KEY", "Incorrect API key provided: it is not valid here, or was revoked")
+            return HttpError(NO_KEY, "Incorrect API key provided: it is not valid here, or was revoked")
         retry_after_ms = round(wait_s * 1000)
         message = (
             f"too many wrong API keys came from your address; {try_again_in(retry_after_ms)}, with a right one at once"
         )
-        return HttpError(429, "E_GATEWAY_KEY", message, retry_after_ms=retry_after_ms)
+        return HttpError(TOO_MANY_WRONG_KEYS, message, retry_after_ms=retry_after_ms)
 
     def _add_rates(self, tenant: Tenant, headers: MutableHeaders) -> None:
         for name, value in self.limiter.headers(tenant):
@@ -212,7 +221,7 @@ class Guard:
 def draining() -> HttpError:
     """The refusal of a gateway whose daemon stops."""
     message = f"{ShuttingDown()}; {try_again_in(DRAINING_RETRY_MS)}, or ask another one"
-    return HttpError(ShuttingDown.http_status, ShuttingDown.code, message, retry_after_ms=DRAINING_RETRY_MS)
+    return HttpError(ShuttingDown, message, retry_after_ms=DRAINING_RETRY_MS)
 
 
 def with_headers(send: Send, change: Callable[[MutableHeaders], None]) -> Send:
@@ -240,8 +249,7 @@ def _check_headers(scope: Scope) -> None:
     size = sum([len(name) + len(value) for name, value in scope["headers"]])
     if len(scope["headers"]) > MAX_HEADERS or size > MAX_HEADER_BYTES:
         raise HttpError(
-            431,
-            "E_GATEWAY_HEADERS",
+            HEADERS_TOO_LARGE,
             f"a request has at most {MAX_HEADERS} headers and {MAX_HEADER_BYTES:,} bytes of them",
         )
 
@@ -301,7 +309,7 @@ def check_owner(scope: Scope) -> None:
             f"{scope['path']} is refused to other machines while this gateway has no API keys, because everybody could read "
             "all conversations; its operator can create a key with: uma-trio keys create NAME"
         )
-        raise HttpError(403, "E_GATEWAY_OWNER", message)
+        raise HttpError(NOT_OWNER, message)
 
 
 def check_admin(scope: Scope) -> None:
@@ -312,7 +320,7 @@ def check_admin(scope: Scope) -> None:
     """
     if not is_admin(scope):
         message = f"{scope['path']} needs the key of an administrator: uma-trio keys create NAME --admin"
-        raise HttpError(403, "E_GATEWAY_ADMIN", message)
+        raise HttpError(NOT_ADMIN, message)
 
 
 def _allow(origin: str, headers: MutableHeaders) -> None:

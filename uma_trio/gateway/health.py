@@ -55,7 +55,7 @@ async def health_of_daemon(call: Call) -> Health:
             return await call.ask(lambda client: client.health())
     except TimeoutError:
         message = f"the daemon did not answer within {READY_TIMEOUT_S:g} s"
-        raise HttpError(503, NO_DAEMON, message, retry_after_ms=NO_DAEMON_RETRY_MS) from None
+        raise HttpError(NO_DAEMON, message, retry_after_ms=NO_DAEMON_RETRY_MS) from None
 
 
 async def healthz(call: Call) -> Response:

@@ -19,14 +19,8 @@ from typing import Final, Protocol
 import attrs
 
 from uma_trio.errors import MaxTokensTooLarge, TooManyRequests
-from uma_trio.gateway.errors import HttpError, invalid, try_again_in
+from uma_trio.gateway.errors import QUOTA, RATE, ErrorKind, HttpError, invalid, try_again_in
 from uma_trio.gateway.tenants import Period, Tenant
-
-RATE: Final = "E_GATEWAY_RATE"
-QUOTA: Final = "E_GATEWAY_QUOTA"
-IN_FLIGHT: Final = TooManyRequests.code
-TOO_LARGE: Final = MaxTokensTooLarge.code
-"""Codes of errors; the last two are the daemon's, which has the same limits."""
 
 NS: Final = 1_000_000_000
 MINUTE_NS: Final = 60 * NS
@@ -258,7 +252,7 @@ class Limiter:
             f"this request may use {tokens:,}"
         )
         if tokens > quota:
-            return [HttpError(400, TOO_LARGE, f"{message}; give a smaller max_tokens", parameter="max_tokens")]
+            return [HttpError(MaxTokensTooLarge, f"{message}; give a smaller max_tokens", parameter="max_tokens")]
         could_fit = tokens <= left + state.promised + state.estimated  # when the answers in flight have ended
         return [_later(QUOTA, message, round((IN_FLIGHT_RETRY_S if could_fit else period.ends_in_s) * NS))]
 
@@ -266,7 +260,7 @@ class Limiter:
         if state.open < max(1, self._connections - self._open):
             return []
         message = f"{tenant.name} has {state.open} requests in flight, and as many connections of the daemon are free for others"
-        return [_later(IN_FLIGHT, message, round(IN_FLIGHT_RETRY_S * NS))]
+        return [_later(TooManyRequests, message, round(IN_FLIGHT_RETRY_S * NS))]
 
     def _charge(self, tenant: Tenant, state: _State, tokens: int, now: int) -> str:
         """Charge tokens; returns the period of the quota, in which a later difference belongs."""
@@ -301,12 +295,12 @@ def _in_flight_refusals(tenant: Tenant, state: _State, answers: int) -> list[Htt
         message = f"{tenant.name} may have {most} answers in flight, and this request asks for {answers}"
         return [invalid(message, parameter="n")]
     message = f"{tenant.name} has {state.in_flight} answers in flight and may have {most}"
-    return [_later(IN_FLIGHT, message, round(IN_FLIGHT_RETRY_S * NS))]
+    return [_later(TooManyRequests, message, round(IN_FLIGHT_RETRY_S * NS))]
 
 
-def _later(code: str, message: str, wait_ns: int) -> HttpError:
+def _later(kind: ErrorKind | type[TooManyRequests], message: str, wait_ns: int) -> HttpError:
     retry_after_ms = -(-wait_ns // 1_000_000)
-    return HttpError(429, code, f"{message}; {try_again_in(retry_after_ms)}", retry_after_ms=retry_after_ms)
+    return HttpError(kind, f"{message}; {try_again_in(retry_after_ms)}", retry_after_ms=retry_after_ms)
 
 
 @attrs.frozen(eq=False)

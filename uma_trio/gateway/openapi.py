@@ -12,6 +12,7 @@ import msgspec
 from starlette.responses import Response
 
 import uma_trio
+from uma_trio.errors import InternalError
 from uma_trio.gateway.answer import JSON, json_response
 from uma_trio.gateway.dialects.starling.dialect import STARLING
 from uma_trio.gateway.endpoint import Call, Endpoint, dialects_of
@@ -106,7 +107,7 @@ def _operation(endpoint: Endpoint, schema_of: dict[Any, dict[str, Any]]) -> dict
         operation["requestBody"] = {"required": True, "content": {endpoint.raw_body: binary}}
     if endpoint.form is not None:
         operation["requestBody"] = {"required": True, "content": {FORM: {"schema": schema_of[endpoint.form]}}}
-    body = endpoint.dialect.error_body(HttpError(500, "", ""), "")
+    body = endpoint.dialect.error_body(HttpError(InternalError, ""), "")
     error = {"text/plain" if isinstance(body, str) else JSON: {"schema": _shape(body)}}
     for status in ERRORS:
         operation["responses"][str(status)] = {"description": HTTPStatus(status).phrase, "content": error}

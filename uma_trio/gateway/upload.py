@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from uma_trio.gateway.body import Body, Refusal
 from uma_trio.gateway.endpoint import Call, converted
-from uma_trio.gateway.errors import HttpError, invalid, try_again_in
+from uma_trio.gateway.errors import BODY_TOO_LARGE, TOO_MANY_FILES, HttpError, invalid, try_again_in
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
@@ -61,7 +61,7 @@ class Arriving:
         """
         if self._n[owner] >= self._most:
             message = f"{self._most} {self._what} arrive already; {try_again_in(RETRY_MS)}"
-            raise HttpError(429, "E_GATEWAY_BUSY", message, retry_after_ms=RETRY_MS)
+            raise HttpError(TOO_MANY_FILES, message, retry_after_ms=RETRY_MS)
         self._n[owner] += 1
         try:
             yield
@@ -174,7 +174,7 @@ class Form:
             self.n_bytes += len(data)
             if self.n_bytes > self._max_bytes:
                 message = f"a file has at most {self._max_bytes:,} bytes here ({self._setting})"
-                raise HttpError(413, "E_GATEWAY_BODY_TOO_LARGE", message, parameter=FILE)
+                raise HttpError(BODY_TOO_LARGE, message, parameter=FILE)
             self._arrived.append(data)
         else:
             self._value += data

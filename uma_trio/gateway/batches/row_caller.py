@@ -27,7 +27,7 @@ from uma_trio.protocol.json_cost import JsonCost
 
 LATER: Final = (429, 502, 503)
 """Statuses of what may work later."""
-OF_THE_DAEMON: Final = (LOADING, NO_DAEMON, ShuttingDown.code)
+OF_THE_DAEMON: Final = (LOADING.code, NO_DAEMON.code, ShuttingDown.code)
 """Codes of refusals that no request can be the reason of."""
 LONGEST_WAIT_S: Final = 30.0
 """A longer wait is asked for again: limits of tenants may change meanwhile."""
@@ -99,7 +99,7 @@ class RowCaller:
             if isinstance(response, StreamedAnswer):
                 raise invalid("a row cannot be streamed; leave out stream", parameter="stream")
             if any(end.event.reason == "cancelled" for end in record.ends):  # by a daemon that stops
-                raise HttpError(503, ShuttingDown.code, "the daemon stopped during the answer")
+                raise HttpError(ShuttingDown, "the daemon stopped during the answer")
         except Exception as caught:  # noqa: BLE001  (other rows go on)
             error = caught if isinstance(caught, HttpError) else _bug(request_id)
             response = call.refuse(error)

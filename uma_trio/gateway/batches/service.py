@@ -20,7 +20,7 @@ from uma_trio.gateway.batches.store import Full, Store, store_folder
 from uma_trio.gateway.batches.worker import Worker
 from uma_trio.gateway.charging import Account
 from uma_trio.gateway.endpoint import UNKNOWN_PRINCIPAL, Call, Endpoint
-from uma_trio.gateway.errors import HttpError
+from uma_trio.gateway.errors import FILES_FULL, NO_STORAGE, HttpError
 from uma_trio.gateway.key_file import CurrentTenants
 from uma_trio.gateway.limits import Limiter
 from uma_trio.gateway.request_logger import log
@@ -128,7 +128,7 @@ async def kept(work: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
     try:
         return await anyio.to_thread.run_sync(call)
     except Full as error:
-        raise HttpError(413, "E_GATEWAY_FILES_FULL", str(error)) from None
+        raise HttpError(FILES_FULL, str(error)) from None
     except (OSError, sqlite3.Error) as error:
         raise unusable(error) from None
 
@@ -136,7 +136,7 @@ async def kept(work: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
 def unusable(error: Exception) -> HttpError:
     """The error for a disk that does not work."""
     log.error("files cannot be kept", reason=str(error))
-    return HttpError(503, "E_GATEWAY_STORAGE", "files cannot be kept now; the daemon's log has the reason")
+    return HttpError(NO_STORAGE, "files cannot be kept now; the daemon's log has the reason")
 
 
 def page_of(kind: Callable[..., R], items: Sequence[Any], *, has_more: bool) -> R:

@@ -10,6 +10,7 @@ import attrs
 import msgspec
 
 from uma_trio.errors import NotHandedOver, SessionBusy, SessionNotFound
+from uma_trio.gateway.errors import OTHER_PEER
 from uma_trio.gateway.peers.messages import CHUNK_BYTES, PATH, SIGNATURE, PeerAnswer, PeerQuestion, StampAnswer
 from uma_trio.gateway.peers.signatures import NotSigned, Signer
 
@@ -17,9 +18,8 @@ CONNECT_S: Final = 1.0
 ANSWER_S: Final = 3.0
 """A peer that does not answer a question in this time counts as down."""
 
-OTHER_RECEIVER: Final = 421
 OLD_STAMP: Final = 425
-"""Statuses: the question is for another daemon, or has not the stamp of now."""
+"""The status of a question that has not the stamp of now."""
 
 
 class PeerSilent(Exception):
@@ -87,7 +87,7 @@ class Channel:
             code = _code(content)
             if code in (SessionBusy.code, NotHandedOver.code, SessionNotFound.code):
                 raise PeerRefused(code)
-            if status == OTHER_RECEIVER:
+            if status == OTHER_PEER.http_status:
                 raise PeerSilent(f"{url} leads to a daemon that has another --peer-url")
             raise PeerSilent(f"{url} answers with the status {status} and {code or 'no code'}")
         try:

@@ -14,7 +14,6 @@ from uma_trio.protocol.types import Name
 
 PATH: Final = "/v1/peer"
 SIGNATURE: Final = "x-uma-peer"
-CODE: Final = "E_GATEWAY_PEER"
 CHUNK_BYTES: Final = 4 << 20
 """Most bytes of an answer."""
 

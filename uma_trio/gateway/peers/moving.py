@@ -14,10 +14,10 @@ import structlog
 from uma_trio.client import Client, ClientError, ServerError, SessionLease
 from uma_trio.config import Config
 from uma_trio.errors import NotHandedOver, SessionBusy
-from uma_trio.gateway.errors import HttpError, from_client_error, invalid
-from uma_trio.gateway.peers.channel import OTHER_RECEIVER, Channel, PeerRefused, PeerSilent
+from uma_trio.gateway.errors import OTHER_PEER, SILENT_PEER, UNSIGNED_PEER, HttpError, from_client_error, invalid
+from uma_trio.gateway.peers.channel import Channel, PeerRefused, PeerSilent
 from uma_trio.gateway.peers.copying import copy_file, temporary_folder
-from uma_trio.gateway.peers.messages import CODE, PATH, FileOffer, PeerAnswer, PeerQuestion, Session
+from uma_trio.gateway.peers.messages import PATH, FileOffer, PeerAnswer, PeerQuestion, Session
 from uma_trio.gateway.peers.settings import PeerSettings
 from uma_trio.gateway.peers.signatures import NotSigned, OldStamp, Reception, Signer
 from uma_trio.gateway.peers.under_way import Moves
@@ -79,10 +79,10 @@ class Peers:
             question = msgspec.json.decode(body, type=PeerQuestion)
             if question.to.rstrip("/") != self.settings.own_url:
                 message = f"this daemon is {self.settings.own_url}, and the question is for {question.to}: --peers there must name --peer-url here"
-                raise HttpError(OTHER_RECEIVER, CODE, message, parameter="to")
+                raise HttpError(OTHER_PEER, message, parameter="to")
             self._reception.admit(question.stamp, nonce)
         except NotSigned:
-            raise HttpError(401, CODE, f"only peers with the same --peers-key may use {PATH}, once") from None
+            raise HttpError(UNSIGNED_PEER, f"only peers with the same --peers-key may use {PATH}, once") from None
         except OldStamp:
             return nonce, None
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -130,7 +130,7 @@ class Peers:
             if anyio.current_time() > until:
                 if is_busy:
                     message = f"session {session.id!r} is answering at another daemon; wait for its end"
-                    raise HttpError(409, SessionBusy.code, message, parameter="session_id")
+                    raise HttpError(SessionBusy, message, parameter="session_id")
                 raise self._unavailable(session, reason)
             # two that keep their claims would each wait for the other's
             await client.lease("release", session.id, **session.fields)
@@ -141,7 +141,7 @@ class Peers:
         log.info("a session cannot be had", session=session.id, reason=reason)
         shown = reason if session.principal is None else "another daemon may have it"
         message = f"session {session.id!r} cannot be had now: {shown}; try again soon"
-        return HttpError(503, CODE, message, retry_after_ms=RETRY_MS, parameter="session_id")
+        return HttpError(SILENT_PEER, message, retry_after_ms=RETRY_MS, parameter="session_id")
 
     async def _next_step(self, own: SessionLease, session: Session) -> Next:
         question = PeerQuestion(

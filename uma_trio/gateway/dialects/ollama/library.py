@@ -20,11 +20,12 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
+from uma_trio.errors import ModelNotFound
 from uma_trio.gateway.answer import NDJSON, Renderer, encode, json_line, json_response
 from uma_trio.gateway.dialects.common.shapes import Warned
 from uma_trio.gateway.dialects.ollama.dialect import OLLAMA, model_name
 from uma_trio.gateway.endpoint import Call
-from uma_trio.gateway.errors import HttpError, internal_error, invalid
+from uma_trio.gateway.errors import INVALID_MODEL, MODEL_IN_USE, AnyKind, HttpError, internal_error, invalid
 from uma_trio.gateway.request_logger import log
 from uma_trio.processes.interpreter import package_environment, python_module
 
@@ -35,8 +36,8 @@ EXIT_S: Final = 1.0
 LOADED: Final = ("loading", "ready", "draining")
 """States of models whose files are in use."""
 
-STATUSES: Final = {"missing": 404, "loaded": 409}
-"""Kinds of errors of the process; others are 400."""
+ERRORS: Final[Mapping[str, AnyKind]] = {"missing": ModelNotFound, "loaded": MODEL_IN_USE}
+"""Errors for what the process says went wrong; for anything else ``INVALID_MODEL``."""
 
 NOT_CREATED: Final = (
     *("files", "adapters", "template", "system", "parameters", "messages", "quantize", "modelfile", "path"),
@@ -114,7 +115,7 @@ async def delete(call: Call) -> Response:
     try:
         await _all(_run(call, action="delete", model=name, in_use=await _files_in_use(call)))
     except HttpError as error:
-        if error.status != STATUSES["loaded"]:
+        if error.kind is not MODEL_IN_USE:
             raise
         await call.ask(lambda client: client.manage_model("release", name))
         await _all(_run(call, action="delete", model=name, in_use=await _files_in_use(call)))
@@ -181,9 +182,7 @@ async def _run(call: Call, **task: Any) -> AsyncIterator[list[Mapping[str, Any]]
         while True:
             line = msgspec.json.decode(await stream.receive_until(b"\n", MAX_LINE_BYTES))
             if "error" in line:
-                status = STATUSES.get(line["kind"], 400)
-                code = "E_MODEL_NOT_FOUND" if status == STATUSES["missing"] else "E_GATEWAY_MODELS"
-                raise HttpError(status, code, line["error"], parameter="model")
+                raise HttpError(ERRORS.get(line["kind"], INVALID_MODEL), line["error"], parameter="model")
             if "is_done" in line:
                 return
             yield [line]

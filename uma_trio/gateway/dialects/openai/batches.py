@@ -17,7 +17,7 @@ from uma_trio.gateway.dialects.openai.dialect import OPENAI
 from uma_trio.gateway.dialects.openai.files import KEPT_S, no_file
 from uma_trio.gateway.dialects.openai.shapes import BatchObject, BatchPage, RequestCounts
 from uma_trio.gateway.endpoint import Call
-from uma_trio.gateway.errors import HttpError, invalid
+from uma_trio.gateway.errors import BATCH_ENDED, NO_BATCH, HttpError, invalid
 
 WINDOW: Final = re.compile(r"([1-9][0-9]{0,4})([mhd])", re.ASCII)
 UNITS_S: Final = {"m": 60, "h": 3600, "d": 86_400}
@@ -110,7 +110,7 @@ async def cancel(call: Call) -> Response:
     """Cancel a batch.  Rows that have an answer keep it, in the file of results."""
     batch = await _kept_batch(call, call.request.path_params["id"])
     if batch.status not in OPEN:
-        raise HttpError(409, "E_GATEWAY_BATCH_ENDED", f"{batch.id} is {batch.status}, so it cannot be cancelled")
+        raise HttpError(BATCH_ENDED, f"{batch.id} is {batch.status}, so it cannot be cancelled")
     service = service_of(call)
     batch = await kept(
         service.store.change,
@@ -124,7 +124,7 @@ async def cancel(call: Call) -> Response:
 async def _kept_batch(call: Call, batch_id: str) -> Batch:
     batch = await kept(service_of(call).store.batch, owner_of(call), batch_id)
     if batch is None:
-        raise HttpError(404, "E_GATEWAY_BATCH", f"there is no batch {batch_id[:100]!r}", parameter="batch_id")
+        raise HttpError(NO_BATCH, f"there is no batch {batch_id[:100]!r}", parameter="batch_id")
     return batch
 
 

@@ -24,7 +24,7 @@ from uma_trio.gateway.body import Body
 from uma_trio.gateway.dialects.openai.dialect import OPENAI
 from uma_trio.gateway.dialects.openai.shapes import DeletedFile, File, FilePage
 from uma_trio.gateway.endpoint import Call
-from uma_trio.gateway.errors import HttpError, invalid
+from uma_trio.gateway.errors import FILE_IN_USE, NO_FILE, HttpError, invalid
 from uma_trio.gateway.upload import Form, with_body
 
 MAX_NAME: Final = 255
@@ -162,7 +162,7 @@ async def delete(call: Call) -> Response:
             raise no_file(file_id)
         case "in use":
             message = f"a batch still reads {file_id}; cancel it first, or wait for its end"
-            raise HttpError(409, "E_GATEWAY_FILE_IN_USE", message, parameter="file_id")
+            raise HttpError(FILE_IN_USE, message, parameter="file_id")
     return json_response(DeletedFile(id=file_id, deleted=True))
 
 
@@ -175,7 +175,7 @@ async def _kept_file(call: Call, file_id: str) -> StoredFile:
 
 def no_file(file_id: str, parameter: str = "file_id") -> HttpError:
     """The error for a file that the client does not have."""
-    return HttpError(404, "E_GATEWAY_FILE", f"there is no file {file_id[:100]!r}", parameter=parameter)
+    return HttpError(NO_FILE, f"there is no file {file_id[:100]!r}", parameter=parameter)
 
 
 def _file(file: StoredFile) -> File:

@@ -97,7 +97,7 @@ async def adapters_of(call: Call, request: SamplingFields) -> list[dict[str, Any
         if not 0 <= each.id < len(model.adapters):
             there = f"{len(model.adapters)} adapters" if model.adapters else "no adapters (--adapter NAME=FILE)"
             message = f"lora names the adapter {each.id}; {model.name} has {there}"
-            raise HttpError(AdapterNotFound.http_status, AdapterNotFound.code, message, parameter=f"lora[{number}].id")
+            raise HttpError(AdapterNotFound, message, parameter=f"lora[{number}].id")
         adapters.append({"name": model.adapters[each.id].name, "scale": each.scale})
     return adapters
 

@@ -111,9 +111,7 @@ async def earlier(call: Call, previous: str | None, conversation: Any, model: st
     if transcript is None:
         return Earlier([], session=name)
     if transcript.session.busy:
-        raise HttpError(
-            409, SessionBusy.code, f"a request of the conversation {name!r} is running", parameter="conversation"
-        )
+        raise HttpError(SessionBusy, f"a request of the conversation {name!r} is running", parameter="conversation")
     return Earlier(_messages(transcript), session=name)
 
 
@@ -169,7 +167,7 @@ async def _find(call: Call, id: str, *, parameter: str = "response_id") -> tuple
 
 
 def _missing(id: str, parameter: str) -> HttpError:
-    return HttpError(404, AnswerNotFound.code, f"there is no stored response {id!r}", parameter=parameter)
+    return HttpError(AnswerNotFound, f"there is no stored response {id!r}", parameter=parameter)
 
 
 # -- endpoints ----------------------------------------------------------------------------------------
@@ -278,7 +276,7 @@ async def delete_conversation(call: Call) -> Response:
 
 def _no_conversation(name: str) -> HttpError:
     message = f"there is no conversation {name!r}, or it has no answer yet"
-    return HttpError(404, SessionNotFound.code, message, parameter="conversation_id")
+    return HttpError(SessionNotFound, message, parameter="conversation_id")
 
 
 ENDPOINTS: Final[Sequence[Endpoint]] = (

@@ -17,7 +17,7 @@ from uma_trio.client import ModelDescription
 from uma_trio.gateway.answer import JSON
 from uma_trio.gateway.dialects.openai.dialect import OPENAI
 from uma_trio.gateway.endpoint import Call
-from uma_trio.gateway.errors import HttpError, internal_error
+from uma_trio.gateway.errors import NO_TOKENIZER_FILE, HttpError, internal_error
 from uma_trio.gateway.request_logger import log
 from uma_trio.processes.interpreter import package_environment, python_module
 
@@ -82,12 +82,12 @@ async def tokenizer_file(call: Call) -> Response:
     """
     model = await call.daemon.model(call.request.query_params.get("model"))
     if model.path is None:
-        raise HttpError(501, "E_GATEWAY_NO_FILE", "the gateway runs as another user than the daemon, so it has no file")
+        raise HttpError(NO_TOKENIZER_FILE, "the gateway runs as another user than the daemon, so it has no file")
     library = call.config.model.llama_dir
     work = FILES.of(model.path, model, None if library is None else str(library))
     file = await call.unless_disconnected(work)
     if file.reason:
-        raise HttpError(501, "E_GATEWAY_NO_FILE", f"{model.name} has no tokenizer.json: {file.reason}")
+        raise HttpError(NO_TOKENIZER_FILE, f"{model.name} has no tokenizer.json: {file.reason}")
     headers = {"ETag": file.tag, "Cache-Control": "no-cache"}
     if call.request.headers.get("if-none-match") == file.tag:
         return Response(status_code=304, headers=headers)

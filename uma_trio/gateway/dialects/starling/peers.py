@@ -12,12 +12,11 @@ from starlette.responses import Response
 from uma_trio.gateway.answer import JSON
 from uma_trio.gateway.dialects.starling.dialect import STARLING
 from uma_trio.gateway.endpoint import Call
-from uma_trio.gateway.errors import HttpError, invalid
+from uma_trio.gateway.errors import NO_PEERS, SILENT_PEER, HttpError, invalid
 from uma_trio.gateway.guard import draining
 from uma_trio.gateway.peers.channel import OLD_STAMP
 from uma_trio.gateway.peers.copying import read_part
 from uma_trio.gateway.peers.messages import (
-    CODE,
     PATH,
     SIGNATURE,
     FileOffer,
@@ -33,7 +32,7 @@ async def answer_peer(call: Call) -> Response:
     """Answer another daemon's question about a session, or give it one."""
     peers: Peers | None = call.request.app.state.peers
     if peers is None:
-        raise HttpError(403, CODE, "this daemon has no peers: start it with --peers and --peers-key")
+        raise HttpError(NO_PEERS, "this daemon has no peers: start it with --peers and --peers-key")
     nonce, question = peers.admit(call.request.headers.get(SIGNATURE, ""), await call.request.body())
     status, content, media_type = OLD_STAMP, msgspec.json.encode(StampAnswer(peers.stamp)), JSON
     if question is not None:
@@ -76,7 +75,7 @@ async def _answer(call: Call, question: PeerQuestion) -> tuple[bytes, str]:
         try:
             return await anyio.to_thread.run_sync(read_part, paths[0], question.offset), "application/octet-stream"
         except OSError as error:
-            raise HttpError(503, CODE, f"a file of the session cannot be read: {error.strerror}") from None
+            raise HttpError(SILENT_PEER, f"a file of the session cannot be read: {error.strerror}") from None
     answer = PeerAnswer(
         state=lease.state,
         epoch=lease.epoch,

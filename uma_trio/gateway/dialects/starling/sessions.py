@@ -21,7 +21,7 @@ from uma_trio.gateway.dialects.starling.generate import OF_THE_CONNECTION, Event
 from uma_trio.gateway.dialects.starling.shapes import Closed, OneSession, SessionContent, SessionPage, Stopped
 from uma_trio.gateway.dialects.starling.shapes import Event as StarlingEvent
 from uma_trio.gateway.endpoint import Call
-from uma_trio.gateway.errors import LOST, HttpError, invalid
+from uma_trio.gateway.errors import LOST, NO_ANSWER, HttpError, invalid
 from uma_trio.protocol.answers import AnswerInfo, SessionInfo
 from uma_trio.protocol.chat import message_fields
 from uma_trio.protocol.requests import Generate
@@ -116,7 +116,7 @@ async def begin_answer(call: Call) -> Response:
     before = await _find(call, name)
     if before is not None and before.state in RUNNING:
         message = "an answer of this session is running; follow it, stop it, or fork the session"
-        raise HttpError(SessionBusy.http_status, SessionBusy.code, message)
+        raise HttpError(SessionBusy, message)
     if before is not None:
         await call.ask(lambda client: client.answers("delete", answer_id=name))
     shown: dict[str, Any] = {each: fields[each] for each in OF_A_REQUEST if each in fields}
@@ -162,7 +162,7 @@ async def _running(call: Call, request: SessionRequest) -> AnswerInfo:
     answer = await _find(call, _answer_id(request.session_id))
     if answer is None or answer.state not in RUNNING:
         message = f"no answer of the session {request.session_id[:100]!r} is running; read the session"
-        raise HttpError(404, "E_GATEWAY_NO_ANSWER", message)
+        raise HttpError(NO_ANSWER, message)
     return answer
 
 
