@@ -27,7 +27,7 @@ WORDS = {
     r"circumstances": "environment_fingerprint, environment",
     r"guess(es|ed|ing)?": "draft token; of a number: estimate",
     r"intake": "admission, admit()",
-    r"(?<!--)jobs?": "Sequence",  # --jobs is an option of build_llama.sh, as of make
+    r"(?<!--)jobs?": "Answer",  # --jobs is an option of build_llama.sh, as of make
     r"landed": "complete, StepOutput",
     r"nonetheless": "leave it out",
     r"retired?": "finish",
@@ -51,7 +51,7 @@ NAMES = {
     "Flight": "InFlightStep",
     "Forget": "DropCheckpoint",
     "House": "ModelService",
-    "Job": "Sequence",
+    "Job": "Answer",
     "Landed": "StepOutput",
     "Mark": "SaveCheckpoint",
     "ModelFacts": "ModelInfo",

@@ -91,7 +91,7 @@ async def test_nobody_starves_next_to_others_with_many_prompts(autojump_clock, u
             await harness.ended(*streams, plain, *prompts)
         for stream, name in zip(streams, NAMES, strict=True):
             assert is_right(stream, [choice(name)])
-            assert max(stream.sequence.times.gaps_ms or [0]) < 300
+            assert max(stream.answer.times.gaps_ms or [0]) < 300
         assert is_right(plain)
         for prompt, name in zip(prompts, "abcdabcd", strict=True):
             assert is_right(prompt, [choice(name)])
@@ -183,7 +183,7 @@ async def test_whatever_comes_no_sequence_holds_tokens_of_other_adapters(autojum
             clients.append((client, chosen))
             await trio.sleep(rng.choice([0, 0.01, 0.2]))
             if rng.random() < 0.15:
-                harness.scheduler.cancel(rng.choice(clients)[0].sequence)
+                harness.scheduler.cancel(rng.choice(clients)[0].answer)
             if rng.random() < 0.05:
                 fake.fail_next = rng.choice([EngineError("broken"), EngineDied("gone")])
         await harness.ended(*[client for client, _ in clients])

@@ -46,9 +46,9 @@ async def serve(*, requests: bool, batch: bool) -> Seen:
             sent = trio.current_time()
             asked = harness.ask(rng.choices(range(7), k=100), TOKENS, cache_prompt=False)
             running.add(asked)
-            await asked.sequence.done.wait()
-            assert asked.sequence.times.first_token_at is not None
-            seen.first_token_s.append(asked.sequence.times.first_token_at - sent)
+            await asked.answer.done.wait()
+            assert asked.answer.times.first_token_at is not None
+            seen.first_token_s.append(asked.answer.times.first_token_at - sent)
             running.remove(asked)
             idle_since = trio.current_time()
 
@@ -56,7 +56,7 @@ async def serve(*, requests: bool, batch: bool) -> Seen:
         while True:
             background = Slo(priority="background")
             asked = harness.ask(rng.choices(range(7), k=200), TOKENS, slo=background, cache_prompt=False)
-            await asked.sequence.done.wait()
+            await asked.answer.done.wait()
             seen.rows += 1
 
     engine = FakeEngine(n_seq_max=ROWS, n_ctx=4096, cost_ms=lambda prompt, decodes: 14 + 2.6 * prompt + 7 * decodes)

@@ -103,7 +103,7 @@ async def test_when_the_leader_is_cancelled_its_followers_compute_the_prefix_onc
         clients = [harness.ask([*shared, *tokens_of(n, 90)], N_TOKENS) for n in range(2, 6)]
         while len(harness.engine.steps) < 2:
             await trio.sleep(0.001)
-        harness.scheduler.cancel(clients[0].sequence)
+        harness.scheduler.cancel(clients[0].answer)
         await harness.ended(*clients)
         assert all(is_right(client) for client in clients)
         assert [client.cached for client in clients[1:]] == [0, 1500, 1500]
@@ -144,7 +144,7 @@ async def test_many_requests_with_cancellations_and_failures(autojump_clock, uni
                 prompt = [*old[: rng.choice([len(old), 130, 90])], *tokens_of(turn, rng.choice([3, 80]))]
                 clients.append(harness.ask(prompt[:1500], rng.choice([5, 90])))
             await trio.sleep(rng.choice([0.0, 0.05]))
-            harness.scheduler.cancel(clients[0].sequence)
+            harness.scheduler.cancel(clients[0].answer)
             if turn % 5 == 4:
                 harness.engine.fail_next = EngineDied("killed") if turn > 6 else EngineError("it failed")
             await harness.ended(*clients)
@@ -193,7 +193,7 @@ async def test_a_request_that_is_cancelled_while_its_state_is_loaded_leaves_no_c
             client = harness.ask(prompt, 50)
             for _ in range(n_checkpoints):
                 await trio.lowlevel.checkpoint()
-            harness.scheduler.cancel(client.sequence)
+            harness.scheduler.cancel(client.answer)
             await harness.clean()
             assert len(harness.engine.checkpoints) == len(harness.scheduler.cache._pool.checkpoint_ids)
         client = await harness.answer(prompt, 8)

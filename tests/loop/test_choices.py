@@ -99,7 +99,7 @@ async def test_all_answers_are_admitted_or_none(autojump_clock, free):
             with pytest.raises(ServerError, match="E_LIMIT_QUEUE"):
                 await asked(client, n=free + 3, max_tokens=5, echo=True, **HOT)
         harness.scheduler.check_integrity()
-        assert len(list(harness.scheduler.sequences())) == len(others)
+        assert len(list(harness.scheduler.answers())) == len(others)
         async with harness.client() as client:
             ends = await client.choices(prompt=TEXT, n=free + 2, max_tokens=5, **HOT)
         assert len(ends) == free + 2

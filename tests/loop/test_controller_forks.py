@@ -104,7 +104,7 @@ async def test_forks_share_cells_until_they_part(autojump_clock):
     engine = FakeEngine(n_ctx=800)
     script = [Say(LONG), Fork([*[[Gen(10), Wait("end")]] * 3, [Gen(40), Set("end")]])]
     async with controlling(PROGRAMS, engine) as harness:
-        sequences = await harness.control("program", client := Client(), 400, argument=script)
+        answers = await harness.control("program", client := Client(), 400, argument=script)
         while len(client.tokens) < 4:
             await trio.sleep(0.001)
         assert harness.scheduler.cache.statistics().cells_reserved == 300 + 4 * 100
@@ -115,7 +115,7 @@ async def test_forks_share_cells_until_they_part(autojump_clock):
         assert sorted(held)[:3] == [310] * 3, "suspended answers keep their cells"
         assert cells(harness)[0] == 300 + sum(n - 300 for n in held)
         assert harness.engine.distinct_cells() - cells(harness)[0] in (0, 1), "the engine may be a step ahead"
-        await harness.done(sequences)
+        await harness.done(answers)
         assert by_path(client, client.tokens) == expected(script)
         await harness.clean()
         assert len(harness.scheduler.cache.held()) <= 1, "what may stay for others is the last fork's"
@@ -138,11 +138,11 @@ async def test_forks_of_forks(autojump_clock):
 async def test_a_fork_that_goes_back_before_it_forked_reserves_its_own_cells(autojump_clock):
     script = [Say(LONG), Fork([[Gen(10), Wait("end")], [Back(200, [5]), Gen(250), Set("end")]])]
     async with controlling(PROGRAMS, FakeEngine(n_ctx=700)) as harness:
-        sequences = await harness.control("program", client := Client(), 400, argument=script)
+        answers = await harness.control("program", client := Client(), 400, argument=script)
         while len(client.tokens.get(1, [])) != 101:
             await trio.sleep(0.001)
         assert harness.scheduler.cache.statistics().cells_reserved == 101 + 2 * 299
-        await harness.done(sequences)
+        await harness.done(answers)
         assert by_path(client, client.tokens) == expected(script)
         await harness.clean()
 
@@ -168,14 +168,14 @@ async def test_forks_wait_for_room_before_all_that_came_later(autojump_clock):
     async with controlling(PROGRAMS, FakeEngine(n_ctx=1000)) as harness:
         plain, later = Client(), Client()
         running = harness.ask([5], plain, 650)
-        sequences = await harness.control("program", client := Client(), 200, argument=SMALL)
+        answers = await harness.control("program", client := Client(), 200, argument=SMALL)
         await trio.sleep(0.2)
         assert [*client.tokens] == [0], "waits"
         waiting = harness.ask([6], later, 250, id="later")
         await trio.sleep(0.2)
         assert not later.tokens[0], "there would be room for it, but it came later"
         harness.scheduler.cancel(running)
-        await harness.done(sequences)
+        await harness.done(answers)
         assert by_path(client, client.tokens) == expected(SMALL)
         await harness.done([waiting])
         assert later.tokens[0] == expected_continuation([6], 250)
@@ -250,13 +250,13 @@ async def test_a_fork_waits_for_cells_of_a_cancelled_answer(autojump_clock):
     engine = FakeEngine(n_ctx=1000, cost_ms=lambda prompt, decodes: 50.0)
     async with controlling(PROGRAMS, engine) as harness:
         running = harness.ask([5], Client(), 650)
-        sequences = await harness.control("program", client := Client(), 200, argument=SMALL)
+        answers = await harness.control("program", client := Client(), 200, argument=SMALL)
         while not client.tokens[0]:
             await trio.sleep(0.001)
         await trio.sleep(0.12)
         harness.scheduler.cancel(running)
         harness.scheduler._controllers.advance()
-        await harness.done(sequences)
+        await harness.done(answers)
         assert by_path(client, client.tokens) == expected(SMALL)
         await harness.clean()
 
@@ -278,10 +278,10 @@ async def test_a_fork_waits_for_cells_that_are_saved_first(autojump_clock):
 async def test_a_fork_that_waits_is_cancelled(autojump_clock):
     async with controlling(PROGRAMS, FakeEngine(n_ctx=1000)) as harness:
         running = harness.ask([5], Client(), 650)
-        sequences = await harness.control("program", client := Client(), 200, argument=SMALL)
+        answers = await harness.control("program", client := Client(), 200, argument=SMALL)
         await trio.sleep(0.2)
         waiting = harness.ask([6], later := Client(), 100, id="later")
-        harness.scheduler.cancel(sequences[0])
+        harness.scheduler.cancel(answers[0])
         await harness.done([waiting])
         assert later.tokens[0] == expected_continuation([6], 100)
         assert not running.done.is_set()
@@ -305,7 +305,7 @@ async def test_a_fork_that_waits_may_change_its_mind(autojump_clock):
     """Its controller is asked again with every exchange of another one.  Requests behind it then wait no longer."""
     async with controlling({"fickle": Fickle, **PROGRAMS}, FakeEngine(n_ctx=1000)) as harness:
         running, other = harness.ask([5], Client(), 680), Client()
-        sequences = await harness.control("program", other, 100, argument=[Gen(100)])
+        answers = await harness.control("program", other, 100, argument=[Gen(100)])
         fickle = await harness.control("fickle", client := Client(), 150, argument=SMALL)
         await trio.sleep(0.1)
         waiting = harness.ask([6], later := Client(), 5, id="later")
@@ -318,7 +318,7 @@ async def test_a_fork_that_waits_may_change_its_mind(autojump_clock):
         assert not client.ends
         await harness.done(fickle)
         assert client.tokens[0][100:] == expected_continuation([START, *LONG[:100]], 45)
-        await harness.done([running], sequences)
+        await harness.done([running], answers)
         await harness.clean()
 
 

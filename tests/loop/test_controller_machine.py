@@ -105,14 +105,14 @@ class World:
 
     def happen(self, what: str, whom: int) -> None:
         scheduler = self.harness.scheduler
-        _, client, sequences = self.programs[whom % len(self.programs)]
+        _, client, answers = self.programs[whom % len(self.programs)]
         match what:
             case "cancel":
-                scheduler.cancel(sequences[whom % len(sequences)])
+                scheduler.cancel(answers[whom % len(answers)])
             case "cancel all":
-                for sequence in sequences:
-                    scheduler.cancel(sequence)
-            case "crash" | "fail" if not self.has_crashed:  # a sequence that is alone in two fatal steps is to blame
+                for answer in answers:
+                    scheduler.cancel(answer)
+            case "crash" | "fail" if not self.has_crashed:  # an answer that is alone in two fatal steps is to blame
                 self.has_crashed = True
                 self.harness.engine.fail_next = EngineDied("SIGKILL") if what == "crash" else EngineError("no room")
             case "stall":
@@ -161,8 +161,8 @@ async def play(
         for i, script in enumerate(programs):
             client = Client()
             principal = Principal(f"uid:{i % n_principals}")
-            sequences = await harness.control("program", client, max_tokens, script, principal, id=f"{i}")
-            world.programs.append((script, client, sequences))
+            answers = await harness.control("program", client, max_tokens, script, principal, id=f"{i}")
+            world.programs.append((script, client, answers))
         for i in range(n_plain):
             client = Client()
             world.plain.append((50 + i, client, harness.ask([50 + i], client, 25, id=f"plain {i}")))
@@ -173,7 +173,7 @@ async def play(
         await trio.sleep(0.5)
         world.read()
         engine.fail_next = None
-        await harness.done(*[sequences for _, _, sequences in world.programs], [each for _, _, each in world.plain])
+        await harness.done(*[answers for _, _, answers in world.programs], [each for _, _, each in world.plain])
         world.check()
         await harness.clean()
     return world

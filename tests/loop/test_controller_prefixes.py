@@ -33,8 +33,8 @@ async def begin(harness: Controlling, script: Script, n: int = 400, **fields: ob
 
 
 async def run(harness: Controlling, script: Script, **fields: object) -> Client:
-    client, sequences = await begin(harness, script, **fields)
-    await harness.done(sequences)
+    client, answers = await begin(harness, script, **fields)
+    await harness.done(answers)
     assert by_path(client, client.tokens) == expected(script)
     return client
 
@@ -89,7 +89,7 @@ async def test_many_answers_at_once_compute_the_text_once(autojump_clock: object
     async with controlling(PROGRAMS, engine(unified)) as harness:
         scripts: list[Script] = [[Say([*TEXT, 801 + n]), Gen(5)] for n in range(4)]
         begun = [await begin(harness, script) for script in scripts]
-        await harness.done(*[sequences for _, sequences in begun])
+        await harness.done(*[answers for _, answers in begun])
         for script, (client, _) in zip(scripts, begun, strict=True):
             assert by_path(client, client.tokens) == expected(script)
         cached = sorted(client.ends[0].usage.cached_tokens for client, _ in begun)
@@ -109,7 +109,7 @@ async def test_a_text_that_is_removed_meanwhile_is_not_shared(autojump_clock: ob
             for script in scripts:
                 begun.append(await begin(harness, script))
                 await trio.sleep(pause_s)
-            await harness.done(*[sequences for _, sequences in begun])
+            await harness.done(*[answers for _, answers in begun])
             for script, (client, _) in zip(scripts, begun, strict=True):
                 assert by_path(client, client.tokens) == expected(script)
         await harness.clean()

@@ -72,13 +72,13 @@ class Observed:
     def __init__(self, harness: Controlling) -> None:
         self.harness = harness
         self.client, self.neighbour, self.waiting = Client(), Neighbour(), Client()
-        self.sequences: Any = []
+        self.answers: Any = []
         self.hangs = False
 
     async def begin(self) -> None:
         self.plain = self.harness.ask([9], self.neighbour, 60)
         self.large = self.harness.ask([8], Client(), 700, id="large")
-        self.sequences = await self.harness.control("program", self.client, 150, argument=SCRIPT)
+        self.answers = await self.harness.control("program", self.client, 150, argument=SCRIPT)
         self.queued = await self.harness.control("program", self.waiting, 450, argument=[Gen(3)], id="queued")
 
     async def make_room(self) -> None:
@@ -88,7 +88,7 @@ class Observed:
     @property
     def phases(self) -> set[Phase]:
         """The phases of the answers that have not ended."""
-        return {each.control.phase for each in [*self.sequences, *self.queued] if not each.done.is_set()}
+        return {each.control.phase for each in [*self.answers, *self.queued] if not each.done.is_set()}
 
     @property
     def texts(self) -> dict[str, list[int]]:
@@ -97,7 +97,7 @@ class Observed:
         return by_path(self.client, ended)
 
     async def ended(self) -> None:
-        await self.harness.done(self.sequences, self.queued, [self.plain])
+        await self.harness.done(self.answers, self.queued, [self.plain])
         assert self.neighbour.tokens[0] == expected_continuation([9], 60)
         assert self.texts.items() <= expected(SCRIPT).items()
         assert self.waiting.reasons[0] != "stop" or self.waiting.tokens[0] == expected_continuation([START], 3)
@@ -145,12 +145,12 @@ async def test_the_script_goes_through_all_phases(autojump_clock):
 
 
 def cancel_all(observed: Observed) -> None:
-    for sequence in observed.sequences:
-        observed.harness.scheduler.cancel(sequence)
+    for answer in observed.answers:
+        observed.harness.scheduler.cancel(answer)
 
 
 def cancel_one(observed: Observed) -> None:
-    observed.harness.scheduler.cancel(observed.sequences[-1])
+    observed.harness.scheduler.cancel(observed.answers[-1])
 
 
 def cancel_the_queued_one(observed: Observed) -> None:

@@ -49,18 +49,18 @@ def engine() -> FakeEngine:
 async def test_suspended_answers_keep_their_cells_and_take_no_tick(autojump_clock):
     script = [Say([*range(100, 150)]), Fork([[Gen(5), Wait("go"), Gen(2)], [Gen(30), Set("go"), Gen(1)]])]
     async with controlling(PROGRAMS, engine()) as harness:
-        sequences = await harness.control("program", client := Client(), 100, argument=script)
+        answers = await harness.control("program", client := Client(), 100, argument=script)
         while len(client.tokens.get(1, ())) < 60:
             await trio.sleep(0.001)
         n_steps, held = len(harness.engine.steps), harness.scheduler.cache.held()
-        waiting, running = (each.allocation.seq_id for each in sequences)
+        waiting, running = (each.allocation.seq_id for each in answers)
         assert held[waiting] == 1 + 50 + 4
         while len(client.tokens[1]) < 75:
             await trio.sleep(0.001)
         computed = [each.seq_id for step in harness.engine.steps[n_steps:] for call in step.calls for each in call]
         assert {*computed} == {running}
         assert harness.scheduler.cache.held()[waiting] == held[waiting]
-        await harness.done(sequences)
+        await harness.done(answers)
         assert by_path(client, client.tokens) == expected(script)
         await harness.clean()
 
@@ -75,13 +75,13 @@ async def test_answers_that_wait_for_nobody_end_soon(autojump_clock, neighbours,
             others.append([harness.ask([5], Client(), 100)])
         elif neighbours == "with a controller":
             others.append(await harness.control("program", Client(), 100, argument=[Gen(90)]))
-        sequences = await harness.control("program", client := Client(), argument=script)
+        answers = await harness.control("program", client := Client(), argument=script)
         with trio.fail_after(0.2):
             while len(client.ends) < n:
                 await trio.sleep(0.001)
         assert {*client.reasons.values()} == {"deadlock"}
         assert sorted(client.tokens) == [*range(n)]
-        await harness.done(sequences, *others)
+        await harness.done(answers, *others)
         await harness.clean()
 
 
@@ -101,8 +101,8 @@ async def test_suspended_answers_never_keep_others_from_going_on(autojump_clock)
     script = [Gen(2), Fork([[Gen(1), Wait("go"), Gen(2)], [Gen(10), Set("go"), Gen(1)]])]
     runtime = FakeRuntime(PROGRAMS, exchange_ms=13.0)
     async with controlling(PROGRAMS, engine(), runtime) as harness:
-        sequences = await harness.control("program", client := Client(), argument=script)
-        await harness.done(sequences)
+        answers = await harness.control("program", client := Client(), argument=script)
+        await harness.done(answers)
         assert by_path(client, client.tokens) == expected(script)
         assert trio.current_time() < 1
         await harness.clean()
@@ -204,7 +204,7 @@ async def test_a_hung_exchange_delays_a_neighbour_once(autojump_clock, name):
     hangs = False
     runtime = FakeRuntime(PROGRAMS, exchange_ms=lambda which: math.inf if hangs and which == name else 0.5)
     async with controlling(PROGRAMS, engine(), runtime) as harness:
-        sequences = await harness.control("program", client := Client(), 100, argument=[Gen(90)])
+        answers = await harness.control("program", client := Client(), 100, argument=[Gen(90)])
         plain = harness.ask([5], neighbour := Timed(), 300)
         await trio.sleep(0.1)
         hangs, n = True, len(neighbour.times)
@@ -215,7 +215,7 @@ async def test_a_hung_exchange_delays_a_neighbour_once(autojump_clock, name):
         )
         assert max(gaps) < 9.6
         runtime.die("it hangs")
-        await harness.done(sequences, [plain])
+        await harness.done(answers, [plain])
         assert client.reasons == {0: "E_CONTROLLER_UNAVAILABLE"}
         assert "it hangs" in client.ends[0].message
         await harness.clean()
@@ -224,13 +224,13 @@ async def test_a_hung_exchange_delays_a_neighbour_once(autojump_clock, name):
 async def test_a_step_does_not_wait_for_masks_of_a_runtime_that_has_died(autojump_clock):
     async with controlling(PROGRAMS, engine(), FakeRuntime(PROGRAMS, exchange_ms=0.5)) as harness:
         plain = harness.ask([5], neighbour := Timed(), 60)
-        sequences = await harness.control("program", Client(), 100, argument=[Gen(90)])
+        answers = await harness.control("program", Client(), 100, argument=[Gen(90)])
         await trio.sleep(0.1)
         while not harness.runtime.calls[-1].mid or trio.current_time() > harness.runtime.calls[-1].at + 0.0003:
             await trio.sleep(0.0001)  # until masks were asked for and have not come
         n = len(neighbour.times)
         harness.runtime.die()
-        await harness.done(sequences, [plain])
+        await harness.done(answers, [plain])
         assert max(neighbour.gaps_ms[n - 1 :]) < 5.6, "the last exchange between two steps took half a millisecond"
         await harness.clean()
 
@@ -247,7 +247,7 @@ class Prints(Program):
 async def test_what_is_printed_while_the_client_does_not_read_is_bounded(autojump_clock):
     """The runtime asks all controllers whenever it asks one."""
     async with controlling({"prints": Prints, **PROGRAMS}, engine()) as harness:
-        sequences = await harness.control("prints", client := Client(), argument=[Gen(10)])
+        answers = await harness.control("prints", client := Client(), argument=[Gen(10)])
         while len(client.tokens[0]) < 3:
             await trio.sleep(0.001)
         client.open, n = False, len(client.events)
@@ -255,7 +255,7 @@ async def test_what_is_printed_while_the_client_does_not_read_is_bounded(autojum
         assert len(client.events) - n <= 2, "one that was on its way"
         client.open = True
         harness.scheduler.wake()
-        await harness.done(sequences)
+        await harness.done(answers)
         late = [event for event in client.events[n:] if isinstance(event, ControllerOutput)]
         assert len(late[0].logs) == 1 << 16
         assert len(late[0].storage) == 256
@@ -301,7 +301,7 @@ async def test_requests_without_a_controller_cost_nothing_more(autojump_clock):
 async def test_a_stream_runs_ahead_while_all_controlled_answers_wait(autojump_clock):
     async with controlling(PROGRAMS, engine()) as harness:
         stalled = Client()
-        sequences = await harness.control("program", stalled, argument=[Gen(10)])
+        answers = await harness.control("program", stalled, argument=[Gen(10)])
         while len(stalled.tokens[0]) < 3:
             await trio.sleep(0.001)
         stalled.open = False
@@ -311,6 +311,6 @@ async def test_a_stream_runs_ahead_while_all_controlled_answers_wait(autojump_cl
         assert harness.scheduler.telemetry.run_ahead_steps_total > before + 40
         stalled.open = True
         harness.scheduler.wake()
-        await harness.done(sequences)
+        await harness.done(answers)
         assert stalled.tokens[0] == expected_continuation([START], 10)
         await harness.clean()

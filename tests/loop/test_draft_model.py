@@ -40,9 +40,9 @@ def drafts(harness: Harness) -> tuple[int, int]:
 
 
 def seconds(client: Client) -> float:
-    ended = client.sequence.times.ended_at
+    ended = client.answer.times.ended_at
     assert ended is not None
-    return ended - client.sequence.times.arrived_at
+    return ended - client.answer.times.arrived_at
 
 
 # -- the text -----------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ async def test_a_model_that_is_always_wrong_costs_next_to_nothing(autojump_clock
             harness.ask([*PROMPT, n], 50, speculate=False) for n in range(4)
         ]  # from these it learns what rows cost
         for other in others:
-            await other.sequence.done.wait()
+            await other.answer.done.wait()
         plain = [await harness.answer(PROMPT, 250, speculate=False, cache_prompt=False) for _ in range(3)]
         quick = [await harness.answer(PROMPT, 250, cache_prompt=False) for _ in range(3)]
         assert [client.tokens for client in quick] == [expected(PROMPT, 250)] * 3
@@ -104,7 +104,7 @@ async def test_four_streams(autojump_clock):
     async with asking(engine()) as harness:
         clients = [harness.ask(prompt, 200, **(SAMPLED if n % 2 else {})) for n, prompt in enumerate(prompts)]
         for client in clients:
-            await client.sequence.done.wait()
+            await client.answer.done.wait()
         for n, client in enumerate(clients):
             assert client.tokens == expected(prompts[n], 200, **(SAMPLED if n % 2 else {}))
         assert drafts(harness)[1] > 200
@@ -245,7 +245,7 @@ async def test_what_the_draft_model_has_lost_is_computed_again(autojump_clock):
         await trio.sleep(0.1)
         before = drafts(harness)[1]
         harness.engine.drafted.clear()
-        await client.sequence.done.wait()
+        await client.answer.done.wait()
         assert client.tokens == expected(PROMPT, 200)
         assert drafts(harness)[1] > before + 50
         await harness.clean()
@@ -274,7 +274,7 @@ async def test_a_failure_of_the_engine_in_the_middle(autojump_clock, params, fai
         await trio.sleep(0.25)
         assert drafts(harness)[0]
         harness.engine.fail_next = failure
-        await client.sequence.done.wait()
+        await client.answer.done.wait()
         assert client.tokens == expected(PROMPT, 200, **params)
         await harness.clean()
 
@@ -284,7 +284,7 @@ async def test_cancelling_at_any_time(autojump_clock):
         async with asking(engine()) as harness:
             client = harness.ask(PROMPT, 200)
             await trio.sleep(0.004 * n)
-            harness.scheduler.cancel(client.sequence)
+            harness.scheduler.cancel(client.answer)
             again = await harness.answer([*PROMPT, 3], 50)
             assert again.tokens == expected([*PROMPT, 3], 50)
             assert client.tokens == expected(PROMPT, len(client.tokens))
@@ -306,7 +306,7 @@ async def test_anything_at_any_time(autojump_clock, seed):
             client, _ = rng.choice(asked)
             match rng.randrange(8):
                 case 0:
-                    harness.scheduler.cancel(client.sequence)
+                    harness.scheduler.cancel(client.answer)
                 case 1:
                     client.has_room = False
                 case 2:

@@ -212,7 +212,7 @@ async def test_prompts_and_texts_both_advance(autojump_clock):
         await trio.sleep(1)
         with trio.fail_after(15):
             assert same((await embeds.embed(["x" * 500])).embeddings, ["x" * 500])
-        assert [sequence.state.name for sequence in harness.scheduler.sequences()] == ["PREFILL"]
+        assert [answer.state.name for answer in harness.scheduler.answers()] == ["PREFILL"]
 
 
 # -- principals ---------------------------------------------------------------------------------------

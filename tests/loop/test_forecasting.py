@@ -97,7 +97,7 @@ async def test_most_predictions_are_off_by_a_fifth_and_few_deadlines_are_misjudg
             if is_refused:
                 sequence = harness.ask(prompt, n, client, forecast=True, ignore_eos=True)
             asked.append((client, sequence, deadline_at, is_refused))
-            await trio.sleep(rng.expovariate(5.0 if len([*harness.scheduler.sequences()]) < 50 else 1.5))
+            await trio.sleep(rng.expovariate(5.0 if len([*harness.scheduler.answers()]) < 50 else 1.5))
         good = would_have_been_met = missed = 0
         for client, sequence, deadline_at, is_refused in asked:
             await sequence.done.wait()

@@ -66,7 +66,7 @@ async def test_a_request_right_after_the_last_event_is_not_busy(autojump_clock, 
 
 @pytest.mark.parametrize("way", ["cancel event", "closed socket"])
 async def test_the_step_after_a_cancel_frees_the_sequence(autojump_clock, way):
-    """The step in flight is the last one that computes a cancelled sequence, whatever else runs."""
+    """The step in flight is the last one that computes a cancelled answer, whatever else runs."""
     engine = FakeEngine(cost_ms=lambda prompt, decodes: 100)
     async with serving(engine) as harness, harness.client() as other:
         await other.send({"id": "on", "prompt": "hello", "max_tokens": 200})
@@ -75,13 +75,13 @@ async def test_the_step_after_a_cancel_frees_the_sequence(autojump_clock, way):
             async with harness.client() as client:
                 await client.send({"id": "a", "prompt": "x" * 900, "max_tokens": 1000})
                 await trio.sleep(after_s + 0.0001)
-                (sequence,) = (sequence for sequence in harness.scheduler.sequences() if sequence.request.id == "a")
-                seq_id, n_steps = sequence.allocation.seq_id, len(engine.steps)
+                (answer,) = (answer for answer in harness.scheduler.answers() if answer.request.id == "a")
+                seq_id, n_steps = answer.allocation.seq_id, len(engine.steps)
                 was_computed = seq_id in engine.used_cells()
                 if way == "cancel event":
                     await client.cancel("a")
             with trio.fail_after(0.25):
-                while seq_id in engine.used_cells() or sequence in harness.scheduler.sequences():
+                while seq_id in engine.used_cells() or answer in harness.scheduler.answers():
                     await trio.sleep(0.001)
             if was_computed:
                 n_computed += 1

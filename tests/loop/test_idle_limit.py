@@ -32,7 +32,7 @@ async def test_a_conversation_that_comes_back_stays_and_single_prompts_do_not(au
             for n in range(4):
                 await harness.answer(prompt(10 + 10 * turn + n, 1500), 4)
             idle.append(harness.scheduler.cache.statistics().cached_cells)
-        assert not stream.sequence.done.is_set(), "something ran all the time"
+        assert not stream.answer.done.is_set(), "something ran all the time"
         if scan is AttentionScan.CACHE:
             assert cached[:2] == [0, 0]
             assert min(cached[2:]) > 3000

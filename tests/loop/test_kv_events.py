@@ -45,10 +45,10 @@ async def random_work(harness: Harness, chance: random.Random, *, n: int) -> Non
         await trio.sleep(chance.choice([0, 0, 0.02, 0.5, 7]))
         match chance.randrange(12):
             case 0:
-                harness.scheduler.cancel(chance.choice(clients).sequence)
+                harness.scheduler.cancel(chance.choice(clients).answer)
             case 1:
                 harness.scheduler._engine.link.kill()
-            case 2 if clients[-1].sequence.done.is_set():
+            case 2 if clients[-1].answer.done.is_set():
                 stories.append([*clients[-1].prompt, *clients[-1].tokens])
     await harness.ended(*clients)
     await harness.clean()

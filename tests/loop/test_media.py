@@ -142,10 +142,10 @@ async def test_penalties_do_not_see_placeholders_and_nothing_speculates(autojump
     tokens, placed = prompt_of([1, 2, 3], encoded("a cat"), [5, 6])
     async with asking(speculation=True) as harness:
         client = harness.ask(tokens, 20, media=placed, repetition_penalty=1.5, repeat_last_n=64)
-        assert client.sequence.sampling.history is not None
-        assert client.sequence.sampling.history.past(0).tokens.tolist() == [1, 2, 3, AROUND, AROUND, AROUND, 5, 6]
+        assert client.answer.sampling.history is not None
+        assert client.answer.sampling.history.past(0).tokens.tolist() == [1, 2, 3, AROUND, AROUND, AROUND, 5, 6]
         await harness.ended(client)
-        assert client.sequence.speculation.lookup is None
+        assert client.answer.speculation.lookup is None
         assert client.reason == "length"
 
 

@@ -218,7 +218,7 @@ async def test_requests_are_cancelled_while_their_altered_states_are_loaded(auto
             client = harness.ask([*tokens, 999], 50)
             for _ in range(2 * n):
                 await trio.lowlevel.checkpoint()
-            harness.scheduler.cancel(client.sequence)
+            harness.scheduler.cancel(client.answer)
             await harness.ended(client)
         for tokens in said:
             assert is_right(await harness.answer([*tokens, 900], 8))
@@ -283,7 +283,7 @@ async def test_a_request_is_cancelled_while_its_state_is_loaded(autojump_clock):
             client = harness.ask([*said[n_checkpoints % 4], 999], 50)
             for _ in range(n_checkpoints):
                 await trio.lowlevel.checkpoint()
-            harness.scheduler.cancel(client.sequence)
+            harness.scheduler.cancel(client.answer)
             await harness.ended(client)
         assert is_right(await harness.answer([*said[0], 900], 8))
         await harness.clean()

@@ -36,11 +36,11 @@ async def test_a_client_that_waits_is_served(autojump_clock, waits_s: Callable[[
         async def client() -> None:
             for attempt in count(1):
                 try:
-                    sequence = harness.ask(100, TOKENS)
+                    answer = harness.ask(100, TOKENS)
                 except errors.QueueFull as full:
                     wait_ms = full.retry_after_ms
                 else:
-                    await sequence.done.wait()
+                    await answer.done.wait()
                     tries.append(attempt)
                     return
                 assert wait_ms is not None

@@ -51,7 +51,7 @@ async def test_a_visitor_never_waits_for_a_whole_prefill(autojump_clock, options
         long = harness.ask(long_prompt(5000), 40, principal="greedy", cache_prompt=not private)
         await trio.sleep(0.1)
         waits = []
-        while not long.sequence.done.is_set():
+        while not long.answer.done.is_set():
             waits.append(await visit(harness))
         assert max(waits) < 1.2
         assert harness.scheduler.telemetry.preemptions_total >= 3
@@ -68,7 +68,7 @@ async def test_two_that_fill_the_cache_make_room_as_fast(autojump_clock, unified
         long = [harness.ask(long_prompt(3900, n), 90, principal=f"greedy {n}") for n in range(2)]
         await trio.sleep(0.1)
         waits = []
-        while not all(each.sequence.done.is_set() for each in long):
+        while not all(each.answer.done.is_set() for each in long):
             waits.append(await visit(harness))
         assert max(waits) < 1.5
         assert all(right(each) for each in long)
@@ -117,7 +117,7 @@ async def test_without_memory_a_turn_begins_where_the_last_one_ended(autojump_cl
         long = harness.ask(long_prompt(5000), 40, principal="greedy", cache_prompt=False)
         await trio.sleep(0.1)
         n = 0
-        while not long.sequence.done.is_set():
+        while not long.answer.done.is_set():
             await visit(harness)
             n += 1
         assert n < 10
@@ -129,7 +129,7 @@ async def test_memory_is_for_as_many_as_it_has_room_for(autojump_clock) -> None:
     async with asking(slow(2, 8000, unified=False), preempted_max_mb=40) as harness:  # a state has up to 48 MB
         long = [harness.ask(long_prompt(3900, n), 90, principal=f"greedy {n}", cache_prompt=False) for n in range(2)]
         await trio.sleep(1)
-        while not all(each.sequence.done.is_set() for each in long):
+        while not all(each.answer.done.is_set() for each in long):
             await visit(harness)
             assert harness.scheduler.offloader.parked_bytes <= 40e6
         assert all(right(each) for each in long)
@@ -146,9 +146,9 @@ async def test_a_cancel_next_to_a_copy_leaves_nothing_behind(autojump_clock, who
         visitor = harness.ask([9], 300, principal="visitor")
         await trio.sleep(after_s)
         if who != "visitor":
-            harness.scheduler.cancel(long.sequence)
+            harness.scheduler.cancel(long.answer)
         if who != "greedy":
-            harness.scheduler.cancel(visitor.sequence)
+            harness.scheduler.cancel(visitor.answer)
         await harness.ended(long, visitor)
         assert right(long)
         assert right(visitor)
@@ -176,9 +176,9 @@ async def test_those_that_lost_their_places_go_before_later_requests_of_their_pr
     async with asking(slow(2, 100_000)) as harness:
         greedy = [harness.ask(long_prompt(2000, n), 60, principal="greedy", cache_prompt=False) for n in range(5)]
         await trio.sleep(0.5)
-        while not all(each.sequence.done.is_set() for each in greedy):
+        while not all(each.answer.done.is_set() for each in greedy):
             await visit(harness)
-            assert sum(each.sequence.place.parked is not None for each in greedy) <= 2
+            assert sum(each.answer.place.parked is not None for each in greedy) <= 2
         assert all(right(each) for each in greedy)
         await harness.clean()
 

@@ -30,9 +30,9 @@ async def test_streams_of_all_lengths_have_their_own_texts(autojump_clock):
     prompts = {n: [10 + n] * (1 + 9 * n) for n in range(8)}
     async with running(quick(n_ctx=8192)) as harness:
         sinks = {n: Collector() for n in prompts}
-        sequences = [harness.ask(prompt, sinks[n], n=90 + 7 * n) for n, prompt in prompts.items()]
-        for sequence in sequences:
-            await sequence.done.wait()
+        answers = [harness.ask(prompt, sinks[n], n=90 + 7 * n) for n, prompt in prompts.items()]
+        for answer in answers:
+            await answer.done.wait()
         for n, prompt in prompts.items():
             assert sinks[n].tokens == expected_continuation(prompt, 90 + 7 * n)
             assert sinks[n].last.reason == "length"
@@ -45,9 +45,9 @@ async def test_a_stream_that_ends_in_a_pass_leaves_the_others_alone(autojump_clo
     engine = quick(eog_after=150, unified=unified, n_ctx=8192)
     async with running(engine) as harness:
         sinks = [Collector() for _ in range(5)]
-        sequences = [harness.ask([n + 1] * (3 + 5 * n), sink, n=300) for n, sink in enumerate(sinks)]
-        for sequence in sequences:
-            await sequence.done.wait()
+        answers = [harness.ask([n + 1] * (3 + 5 * n), sink, n=300) for n, sink in enumerate(sinks)]
+        for answer in answers:
+            await answer.done.wait()
         for n, sink in enumerate(sinks):
             assert sink.tokens[: 140 - 5 * n] == expected_continuation([n + 1] * (3 + 5 * n), 140 - 5 * n)
             assert sink.last.reason == "stop"
@@ -74,12 +74,12 @@ async def test_a_new_request_ends_the_passes(autojump_clock):
 async def test_a_cancelled_stream_ends_and_others_go_on(autojump_clock):
     async with running(quick(n_ctx=8192)) as harness:
         sinks = [Collector(), Collector()]
-        sequences = [harness.ask([n + 1], sink, n=300) for n, sink in enumerate(sinks)]
+        answers = [harness.ask([n + 1], sink, n=300) for n, sink in enumerate(sinks)]
         while len(sinks[0].tokens) < 50:
             await trio.sleep(0.0007)
-        harness.scheduler.cancel(sequences[0])
+        harness.scheduler.cancel(answers[0])
         assert sinks[0].last.reason == "cancelled"
-        await sequences[1].done.wait()
+        await answers[1].done.wait()
         assert sinks[1].tokens == expected_continuation([2], 300)
         await harness.clean()
 
@@ -97,8 +97,8 @@ async def test_a_cancelled_stream_ends_and_others_go_on(autojump_clock):
 async def test_which_streams_have_several_passes(autojump_clock, fields, several):
     async with running(quick(n_ctx=8192)) as harness:
         sink = Collector()
-        sequence = harness.ask([1, 2, 3], sink, n=100, **fields)
-        await sequence.done.wait()
+        answer = harness.ask([1, 2, 3], sink, n=100, **fields)
+        await answer.done.wait()
         assert len(sink.tokens) == 100
         assert (max(passes_of(harness)) > 1) is several
         await harness.clean()
@@ -108,11 +108,11 @@ async def test_a_failing_step_costs_no_token(autojump_clock):
     engine = quick(n_ctx=8192)
     async with running(engine) as harness:
         sink = Collector()
-        sequence = harness.ask([1, 2, 3], sink, n=200)
+        answer = harness.ask([1, 2, 3], sink, n=200)
         while not any(n > 2 for n in passes_of(harness)):
             await trio.sleep(0.0005)
         engine.fail_next = EngineError("broken")
-        await sequence.done.wait()
+        await answer.done.wait()
         assert engine.resets == 1
         assert sink.tokens == expected_continuation([1, 2, 3], 200)
         await harness.clean()
@@ -130,8 +130,8 @@ async def test_the_metrics_count_all_passes(autojump_clock):
     async with running(quick(n_ctx=8192)) as harness:
         kept, sink = Kept(), Collector()
         harness.scheduler.sinks.append(kept)
-        sequence = harness.ask([1, 2, 3], sink, n=100)
-        await sequence.done.wait()
+        answer = harness.ask([1, 2, 3], sink, n=100)
+        await answer.done.wait()
         ticks = [each for each in kept.records if isinstance(each, TickRecord)]
         assert sum(tick.tokens for tick in ticks) == 100
         snapshot = harness.scheduler.snapshot()

@@ -147,7 +147,7 @@ async def test_background_comes_to_an_end_although_others_interrupt_it_all_the_t
         row = harness.ask([*range(100)] * 10, 3, principal="a", slo=BACKGROUND)
         began = trio.current_time()
         n = 0
-        while not row.sequence.done.is_set():
+        while not row.answer.done.is_set():
             n += 1
             await harness.answer([9, n], 1)
             await trio.sleep(0.04)
@@ -187,7 +187,7 @@ async def test_a_prompt_that_is_prefilled_again_and_again_is_finished(autojump_c
     engine = FakeEngine(n_seq_max=1, n_ctx=100_000, cost_ms=lambda prompt, decodes: 1 + 0.5 * prompt + decodes)
     async with asking(engine) as harness:
         long = harness.ask([n % 7 for n in range(5000)], 40, principal="a")
-        while not long.sequence.done.is_set():
+        while not long.answer.done.is_set():
             await harness.answer([9], 3, principal="b")
             assert harness.scheduler.telemetry.preemptions_total < 20
         assert right(long)

@@ -1,4 +1,4 @@
-"""What the next step contains, without an engine and without a tick: sequences are moved by hand."""
+"""What the next step contains, without an engine and without a tick: answers are moved by hand."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from uma_trio.daemon.prompts.prompt import Prompt
 from uma_trio.daemon.scheduling.bisection import CrashBisection
 from uma_trio.daemon.scheduling.cost import CostModel, LinearModel
 from uma_trio.daemon.scheduling.timings import StepTimings
+from uma_trio.daemon.serving.answer import Answer, State
 from uma_trio.daemon.serving.controllers.driver import ControllerDriver
 from uma_trio.daemon.serving.embedding import EmbeddingQueue, PendingEmbeddings
 from uma_trio.daemon.serving.in_flight import InFlightSteps
@@ -25,7 +26,6 @@ from uma_trio.daemon.serving.planning import NoStep, StepPlanner
 from uma_trio.daemon.serving.prompt_lookup import PromptLookup
 from uma_trio.daemon.serving.request import PreparedRequest, admit
 from uma_trio.daemon.serving.running import RunningSet, cache_for
-from uma_trio.daemon.serving.sequence import Sequence, State
 from uma_trio.daemon.serving.speculation import MAX_DECODES_WITH_DRAFTS, Speculator
 from uma_trio.daemon.serving.step import InFlightStep, PlannedStep, build_step, complete_step
 from uma_trio.daemon.serving.waiting import WaitingQueue
@@ -77,15 +77,15 @@ class Planning:
         )
         self.n_steps = 0
 
-    def ask(self, n_prompt: int, max_tokens: int = 50, principal: Principal = SOMEONE) -> Sequence:
+    def ask(self, n_prompt: int, max_tokens: int = 50, principal: Principal = SOMEONE) -> Answer:
         """A request has come."""
         first = 1 + 1000 * self.n_steps + sum(len(each.prompt.tokens) for each in self.running)  # nothing is shared
         prompt = Prompt(np.arange(first, first + n_prompt, dtype=np.int32) % 900, "")
         request = Generate(id="1", prompt="", max_tokens=max_tokens)
-        [sequence] = admit(PreparedRequest(request, prompt, Sink(), principal), self.info, CONFIG)
+        [answer] = admit(PreparedRequest(request, prompt, Sink(), principal), self.info, CONFIG)
         self.planner.arrived(principal)
-        self.waiting.enter([sequence])
-        return sequence
+        self.waiting.enter([answer])
+        return answer
 
     def embed(self, n_tokens: int, principal: Principal = SOMEONE) -> PendingEmbeddings:
         pending = PendingEmbeddings(Embed(id="1", input=[]), [np.ones(n_tokens, np.int32)], Sink(), principal)
@@ -109,13 +109,13 @@ class Planning:
         now, can_truncate = trio.current_time(), self.info.can_truncate
         complete_step(step, output, self.cache, now, can_truncate=can_truncate, token_to_bytes=token_to_bytes)
 
-    def streams(self, n: int) -> list[Sequence]:
-        """``n`` sequences that decode; the last step was predicted well."""
-        sequences = [self.ask(5) for _ in range(n)]
-        while any(sequence.state is not State.DECODE for sequence in sequences):
+    def streams(self, n: int) -> list[Answer]:
+        """``n`` answers that decode; the last step was predicted well."""
+        answers = [self.ask(5) for _ in range(n)]
+        while any(answer.state is not State.DECODE for answer in answers):
             self.complete(self.submitted(self.next_step()))
         self.planner.last_was_outlier = False
-        return sequences
+        return answers
 
 
 @pytest.fixture
@@ -130,9 +130,9 @@ async def test_without_work_there_is_no_step(planning):
 
 async def test_a_prompt_is_prefilled_by_a_step_and_by_one_that_runs_ahead(planning):
     found = planning(n_batch=64)
-    sequence = found.ask(100)
+    answer = found.ask(100)
     planned = found.next_step()
-    assert [(planned.sequences[chunk.seq_id], chunk.n_tokens) for chunk in planned.plan.chunks] == [(sequence, 64)]
+    assert [(planned.answers[chunk.seq_id], chunk.n_tokens) for chunk in planned.plan.chunks] == [(answer, 64)]
     step = found.submitted(planned)
 
     assert found.planner.step_ahead(step) is NoStep.OUTLIER, "nothing is known of durations"
@@ -148,7 +148,7 @@ async def test_streams_go_on_in_a_step_that_runs_ahead(planning):
     step = found.submitted(found.next_step())
     assert [*step.rows] == streams
     ahead = found.planner.step_ahead(step)
-    assert [ahead.sequences[view.seq_id] for view in ahead.plan.decodes] == streams
+    assert [ahead.answers[view.seq_id] for view in ahead.plan.decodes] == streams
     n_passes = step.planned.plan.n_passes
     assert [view.n_context for view in ahead.plan.decodes] == [5 + n_passes] * 3, "what the step in flight computes"
     [call] = build_step(ahead, 99, in_flight=step)[1].calls
@@ -179,7 +179,7 @@ async def test_no_stream_gets_more_tokens_than_it_may_have_or_later_than_it_shou
     step = found.submitted(found.next_step())
     assert step.planned.plan.n_passes == 4
     ahead = found.planner.step_ahead(step)
-    assert [ahead.sequences[view.seq_id] for view in ahead.plan.decodes] == [streams[0], streams[2]]
+    assert [ahead.answers[view.seq_id] for view in ahead.plan.decodes] == [streams[0], streams[2]]
     found.planner.undo(ahead)
     streams[1].bounds.token_limit += 2
     assert found.planner.step_ahead(step).plan.n_passes == 2
@@ -189,7 +189,7 @@ async def test_no_stream_gets_more_tokens_than_it_may_have_or_later_than_it_shou
 
 
 async def test_where_something_may_come_between_two_tokens_there_is_one_pass(planning):
-    def two_streams(**engine: Any) -> tuple[Planning, Sequence]:
+    def two_streams(**engine: Any) -> tuple[Planning, Answer]:
         found = planning(**engine)
         first, *_ = found.streams(2)
         found.timings.cost = cost_of(0.5)
@@ -262,7 +262,7 @@ async def test_a_prompt_goes_on_next_to_streams_in_a_step_that_runs_ahead(planni
         assert [*step.rows] == [*streams, prompt]
         ends.append(step.rows[prompt].end)
         ahead = found.planner.step_ahead(step)
-        assert [ahead.sequences[view.seq_id] for view in ahead.plan.decodes] == streams
+        assert [ahead.answers[view.seq_id] for view in ahead.plan.decodes] == streams
         [chunk] = ahead.plan.chunks
         behind, message = build_step(ahead, 100 + len(ends), in_flight=step)
         [*continued, prefill] = [each for call in message.calls for each in call]
@@ -275,7 +275,7 @@ async def test_a_prompt_goes_on_next_to_streams_in_a_step_that_runs_ahead(planni
     assert len(ends) >= 2
     ahead = found.planner.step_ahead(step)
     assert not ahead.plan.chunks
-    assert {ahead.sequences[view.seq_id] for view in ahead.plan.decodes} == {*streams, prompt}, (
+    assert {ahead.answers[view.seq_id] for view in ahead.plan.decodes} == {*streams, prompt}, (
         "its first token is sampled"
     )
 
@@ -297,11 +297,11 @@ async def test_a_step_with_streams_and_a_prompt_that_was_not_begun_is_planned_ag
 
 async def test_nothing_is_left_to_do_after_the_last_token_in_flight(planning):
     found = planning()
-    sequence = found.ask(5, max_tokens=1)
+    answer = found.ask(5, max_tokens=1)
     step = found.submitted(found.next_step())
     assert found.planner.step_ahead(step) is NoStep.NOTHING_READY
     found.complete(step)
-    assert len(sequence.tokens) == 1
+    assert len(answer.tokens) == 1
 
 
 async def test_no_step_runs_ahead_of_one_that_was_revoked(planning):
@@ -353,12 +353,12 @@ async def test_texts_to_embed_are_in_the_next_step_and_in_none_that_runs_ahead(p
 async def test_a_prompt_is_overdue_by_its_own_target_and_the_daemons(planning, target_ttft_ms):
     request = Generate(id="r", prompt="p", max_tokens=5, slo=Slo(target_ttft_ms=target_ttft_ms))
     world = planning()
-    [sequence] = admit(PreparedRequest(request, Prompt(np.ones(9, np.int32), ""), Sink(), SOMEONE), world.info, CONFIG)
+    [answer] = admit(PreparedRequest(request, Prompt(np.ones(9, np.int32), ""), Sink(), SOMEONE), world.info, CONFIG)
     default_ms = CONFIG.scheduling.target_ttft_ms
     own_ms = default_ms if target_ttft_ms is None else target_ttft_ms
     now = trio.current_time()
-    assert sequence.due_at == pytest.approx(now + own_ms / 1e3), "for the order of prompts"
-    overdue_at = sequence.view().due_s + sequence.view().grace_s
+    assert answer.due_at == pytest.approx(now + own_ms / 1e3), "for the order of prompts"
+    overdue_at = answer.view().due_s + answer.view().grace_s
     assert overdue_at == pytest.approx(now + max(own_ms, default_ms) / 1e3)
 
 
@@ -366,10 +366,10 @@ async def test_after_a_crash_one_half_of_the_sequences_runs_and_nothing_ahead(pl
     found = planning()
     streams = found.streams(4)
     step = found.submitted(found.next_step())
-    found.bisection.crashed({sequence: row.end for sequence, row in step.rows.items()})
+    found.bisection.crashed({answer: row.end for answer, row in step.rows.items()})
     found.embed(40)
     half = found.next_step()
-    assert [half.sequences[view.seq_id] for view in half.plan.decodes] == streams[:2]
+    assert [half.answers[view.seq_id] for view in half.plan.decodes] == streams[:2]
     assert half.embedding is None, "a crash must be one's fault"
     [pending] = found.embeddings
     found.embeddings.end(pending, None)

@@ -157,7 +157,7 @@ async def test_prefill_is_shared_by_weight(autojump_clock):
         await heavy.send({"id": "h", "prompt": "h" * size, "max_tokens": 1, "principal": "h", "principal_weight": 3})
         await light.send({"id": "l", "prompt": "l" * size, "max_tokens": 1, "principal": "l"})
         with trio.fail_after(10_000):
-            while len(found := {each.principal.name: each for each in harness.scheduler.sequences()}) < 2:
+            while len(found := {each.principal.name: each for each in harness.scheduler.answers()}) < 2:
                 await trio.sleep(0.1)
             while found["h"].n_computed < size // 2:
                 await trio.sleep(0.1)

@@ -143,7 +143,7 @@ async def test_a_stream_that_loses_its_place_has_the_same_text(autojump_clock, o
 
     async with asking(FakeEngine(n_seq_max=1, n_ctx=8000, cost_ms=cost_ms, **options)) as harness:
         long = harness.ask(PROMPT, N, principal="greedy", limit=limit())
-        while not long.sequence.done.is_set():
+        while not long.answer.done.is_set():
             visitor = await harness.answer([9], 2, principal="visitor")
             assert visitor.tokens == expected_continuation([9], 2)
         assert harness.scheduler.telemetry.preemptions_total >= 3

@@ -126,10 +126,10 @@ async def test_lost_tokens_of_detached_answers_are_computed_again_in_exact_parts
         plain = harness.ask([9], 60)
         await trio.sleep(0.4)
         n_before = len(harness.engine.steps)
-        plain_id, n_plain = plain.sequence.allocation.seq_id, plain.sequence.n_computed
-        lost = {client.sequence.allocation.seq_id: client.sequence for client in clients}
-        n_lost = {seq_id: sequence.n_computed for seq_id, sequence in lost.items()}
-        assert all(n_lost[seq_id] > len(sequence.prompt.tokens) + 8 for seq_id, sequence in lost.items())
+        plain_id, n_plain = plain.answer.allocation.seq_id, plain.answer.n_computed
+        lost = {client.answer.allocation.seq_id: client.answer for client in clients}
+        n_lost = {seq_id: answer.n_computed for seq_id, answer in lost.items()}
+        assert all(n_lost[seq_id] > len(answer.prompt.tokens) + 8 for seq_id, answer in lost.items())
         kill(harness)
         await harness.ended(*clients, plain)
         computed = [each for step in harness.engine.steps[n_before:] for call in step.calls for each in call]
@@ -276,7 +276,7 @@ async def test_cancelled_during_the_restart(autojump_clock):
         await trio.sleep(0.05)
         kill(harness)
         await trio.sleep(0.2)
-        harness.scheduler.cancel(first.sequence)
+        harness.scheduler.cancel(first.answer)
         assert first.reason == "cancelled"
         await harness.ended(second)
         assert second.tokens == expected_continuation([2], 30)
@@ -312,7 +312,7 @@ async def test_an_end_token_in_the_step_before_a_crash_still_ends(autojump_clock
         kill(harness)
         await harness.ended(client)
         assert client.last.reason == "stop"
-        assert [*client.sequence.tokens][-1] == EOG
+        assert [*client.answer.tokens][-1] == EOG
         assert client.tokens == expected_continuation([1] * 5, 7)
         await harness.clean()
 

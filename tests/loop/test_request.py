@@ -76,7 +76,7 @@ async def test_streams_with_different_parameters_do_not_affect_each_other(autoju
             await trio.sleep(0.01)
         for client, params in clients:
             await harness.ended(client)
-            assert client.tokens == expected(client.sequence.max_tokens, client.prompt, **params)
+            assert client.tokens == expected(client.answer.max_tokens, client.prompt, **params)
         await harness.clean()
 
 
@@ -106,11 +106,11 @@ async def test_a_bias_of_minus_100_is_a_ban(autojump_clock):
         plain = expected(5)
         forced = await harness.answer(PROMPT, 5, logit_bias={7: 100.0, 9: -100.0, 8: 0.0})
         assert forced.tokens == [7] * 5
-        bias, banned = forced.sequence.sampling.bias, forced.sequence.sampling.banned
+        bias, banned = forced.answer.sampling.bias, forced.answer.sampling.banned
         assert (bias.ids.tolist(), bias.values.tolist(), banned.tolist()) == ([7], [100.0], [9])
         without = await harness.answer(PROMPT, 5, logit_bias={plain[0]: -100.0}, ignore_eos=True)
         assert plain[0] not in without.tokens
-        assert sorted(without.sequence.sampling.banned.tolist()) == sorted([plain[0], EOG])
+        assert sorted(without.answer.sampling.banned.tolist()) == sorted([plain[0], EOG])
         await harness.clean()
 
 
@@ -153,7 +153,7 @@ async def test_token_ids_out_of_range_are_refused(autojump_clock, field, token):
         value = {"logit_bias": {0: 1.0, token: 1.0}, "stop_token_ids": [0, token]}[field]
         with pytest.raises(BadRequest, match=f"^{field} names the token {token}; this model has 0 to {N_VOCAB - 1}$"):
             harness.ask(PROMPT, 5, **{field: value})
-        assert [*harness.scheduler.sequences()] == []
+        assert [*harness.scheduler.answers()] == []
         edge = {"logit_bias": {N_VOCAB - 1: 1.0}, "stop_token_ids": [N_VOCAB - 1]}[field]
         await harness.answer(PROMPT, 5, **{field: edge})
         await harness.clean()
@@ -200,9 +200,9 @@ async def test_the_prompt_is_echoed_in_front_of_the_answer(autojump_clock, name)
         n_cells = len(PROMPT)
         for stream in (True, False):
             client = Client(list(PROMPT))
-            prompt = attrs.evolve((await harness.answer(PROMPT, 1)).sequence.prompt, text="the prompt: ")
+            prompt = attrs.evolve((await harness.answer(PROMPT, 1)).answer.prompt, text="the prompt: ")
             request = Generate(id="e", prompt="", max_tokens=5, stream=stream, logprobs=0, **{name: True})
-            [client.sequence] = harness.scheduler.submit(PreparedRequest(request, prompt, client, ANONYMOUS))
+            [client.answer] = harness.scheduler.submit(PreparedRequest(request, prompt, client, ANONYMOUS))
             await harness.ended(client)
             text = client.text if stream else client.last.text
             assert text == "the prompt: " + "".join(f"{token} " for token in expected(5))

@@ -146,8 +146,8 @@ async def test_principals_share_nothing(autojump_clock):
         other = await harness.answer(SHARED, principal="uid:2")
         assert other.cached == 0
         assert (
-            other.sequence.times.first_token_at - other.sequence.times.arrived_at
-            == first.sequence.times.first_token_at - first.sequence.times.arrived_at
+            other.answer.times.first_token_at - other.answer.times.arrived_at
+            == first.answer.times.first_token_at - first.answer.times.arrived_at
         )
         assert (await harness.answer(SHARED, principal="uid:1")).cached == 1499
         together = [harness.ask([*SHARED[700:], 5], principal=principal) for principal in ("uid:1", "uid:2")]
@@ -161,7 +161,7 @@ async def test_a_cancelled_request_leaves_nothing(autojump_clock):
         for after_s in (0.0, 0.02, 0.5):
             client = harness.ask(SHARED, 500)
             await trio.sleep(after_s)
-            harness.scheduler.cancel(client.sequence)
+            harness.scheduler.cancel(client.answer)
             await harness.clean()
             assert harness.engine.used_cells() == {}
         assert len(client.tokens) > 10
@@ -271,7 +271,7 @@ async def test_when_the_leader_is_cancelled_a_follower_takes_over(autojump_clock
         first, *others = fan_out(harness)
         await trio.sleep(after_s)
         assert not first.tokens
-        harness.scheduler.cancel(first.sequence)
+        harness.scheduler.cancel(first.answer)
         await harness.ended(*others)
         assert first.reason == "cancelled"
         assert all(is_right(client) and client.reason == "length" for client in others)
@@ -285,7 +285,7 @@ async def test_all_but_one_are_cancelled_in_turn(autojump_clock, unified):
         clients = fan_out(harness)
         for client in clients[:-1]:
             await trio.sleep(0.06)
-            harness.scheduler.cancel(client.sequence)
+            harness.scheduler.cancel(client.answer)
         await harness.ended(*clients)
         assert clients[-1].reason == "length"
         assert is_right(clients[-1])
@@ -325,7 +325,7 @@ async def test_a_request_that_follows_a_failing_step_gets_the_right_prefix(autoj
         while len(harness.engine.steps) == before:
             await trio.sleep(0.001)
         assert harness.engine.fail_next is None
-        n_computed = first.sequence.n_computed
+        n_computed = first.answer.n_computed
         assert n_computed > 0, "the failing step is still in flight"
         second = harness.ask([*SHARED[:n_computed], 5], 5)
         await harness.ended(first, second)
@@ -404,7 +404,7 @@ async def test_a_request_does_not_wait_for_a_leader_of_a_lower_priority(autojump
         quick = harness.ask([*SHARED, 6], 5, slo=Slo(priority="interactive"))
         await harness.ended(background, quick)
         assert 0 < quick.cached < 1500
-        assert quick.sequence.times.first_token_at < background.sequence.times.first_token_at
+        assert quick.answer.times.first_token_at < background.answer.times.first_token_at
         assert is_right(quick)
         assert is_right(background)
         await harness.clean()
@@ -429,7 +429,7 @@ async def test_a_leader_whose_client_disconnects_is_cancelled(autojump_clock, un
                     raise AssertionError("it should have been disconnected before")
 
             one.start_soon(first)
-            while not list(harness.scheduler.sequences()):
+            while not list(harness.scheduler.answers()):
                 await trio.sleep(0.001)
             for i in range(7):
                 nursery.start_soon(ask, i)
@@ -474,7 +474,7 @@ async def test_many_conversations_in_a_cache_for_a_few(autojump_clock, unified, 
                 )
                 if rng.random() < 0.15:
                     await trio.sleep(rng.random() * 0.5)
-                    harness.scheduler.cancel(client.sequence)
+                    harness.scheduler.cancel(client.answer)
                 elif rng.random() < 0.2:
                     await trio.sleep(rng.random() * 0.3)
                     client.has_room = False

@@ -14,8 +14,8 @@ OF_MODEL = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
 
 
 def params_of(harness: Any) -> SamplingParams:
-    [sequence] = [*harness.scheduler.sequences()]
-    return sequence.sampling.params
+    [answer] = [*harness.scheduler.answers()]
+    return answer.sampling.params
 
 
 @pytest.mark.parametrize(

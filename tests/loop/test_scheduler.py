@@ -16,10 +16,10 @@ from tests.support.profile import sampled
 from tests.support.serving import settings, token_to_bytes
 from uma_trio import errors
 from uma_trio.daemon.prompts.prompt import Prompt
+from uma_trio.daemon.serving.answer import Answer
 from uma_trio.daemon.serving.in_flight import MAX_DELAY_MS
 from uma_trio.daemon.serving.request import PreparedRequest
 from uma_trio.daemon.serving.scheduler import Scheduler
-from uma_trio.daemon.serving.sequence import Sequence as Answer
 from uma_trio.principal import Principal
 from uma_trio.protocol.events import Eos, Token
 from uma_trio.protocol.requests import Generate
@@ -73,7 +73,7 @@ class Harness:
 
 
 def most_together(harness: Harness) -> int:
-    """Sequences of one call, at most."""
+    """Answers of one call, at most."""
     return max(len(batch) for step in harness.engine.steps for batch in step.calls)
 
 
@@ -90,8 +90,8 @@ async def running(engine: FakeEngine | None = None, **values: Any):
 async def test_a_stream_continues_its_prompt(autojump_clock):
     async with running() as harness:
         sink = Collector()
-        sequence = harness.ask([5, 6, 7], sink, n=10)
-        await sequence.done.wait()
+        answer = harness.ask([5, 6, 7], sink, n=10)
+        await answer.done.wait()
         assert sink.tokens == expected_continuation([5, 6, 7], 10)
         assert isinstance(sink.last, Eos)
         assert sink.last.reason == "length"
@@ -104,9 +104,9 @@ async def test_streams_do_not_affect_each_other(autojump_clock):
     prompts = [[10 + i] * (1 + 40 * i) for i in range(8)]
     async with running() as harness:
         sinks = [Collector() for _ in prompts]
-        sequences = [harness.ask(prompt, sink, n=30) for prompt, sink in zip(prompts, sinks, strict=True)]
-        for sequence in sequences:
-            await sequence.done.wait()
+        answers = [harness.ask(prompt, sink, n=30) for prompt, sink in zip(prompts, sinks, strict=True)]
+        for answer in answers:
+            await answer.done.wait()
         for prompt, sink in zip(prompts, sinks, strict=True):
             assert sink.tokens == expected_continuation(prompt, 30)
         assert most_together(harness) == 8
@@ -116,12 +116,10 @@ async def test_streams_do_not_affect_each_other(autojump_clock):
 async def test_more_requests_than_sequences_wait_their_turn(autojump_clock):
     async with running(FakeEngine(n_seq_max=2)) as harness:
         sinks = [Collector() for _ in range(7)]
-        sequences = [harness.ask([i + 1], sink, n=5) for i, sink in enumerate(sinks)]
-        for sequence in sequences:
-            await sequence.done.wait()
-        assert [sequence.times.ended_at for sequence in sequences] == sorted(
-            sequence.times.ended_at for sequence in sequences
-        )
+        answers = [harness.ask([i + 1], sink, n=5) for i, sink in enumerate(sinks)]
+        for answer in answers:
+            await answer.done.wait()
+        assert [answer.times.ended_at for answer in answers] == sorted(answer.times.ended_at for answer in answers)
         assert all(sink.tokens == expected_continuation([i + 1], 5) for i, sink in enumerate(sinks))
         assert most_together(harness) == 2
         await harness.clean()
@@ -130,9 +128,9 @@ async def test_more_requests_than_sequences_wait_their_turn(autojump_clock):
 async def test_cells_are_reserved_for_the_whole_answer(autojump_clock):
     async with running(FakeEngine(n_ctx=100, n_seq_max=4), max_queue=10) as harness:
         sinks = [Collector() for _ in range(5)]
-        sequences = [harness.ask([1] * 20, sink, n=30) for sink in sinks]  # two fit at a time
-        for sequence in sequences:
-            await sequence.done.wait()
+        answers = [harness.ask([1] * 20, sink, n=30) for sink in sinks]  # two fit at a time
+        for answer in answers:
+            await answer.done.wait()
         assert all(sink.last.reason == "length" for sink in sinks)
         assert most_together(harness) == 2
         await harness.clean()
@@ -140,11 +138,11 @@ async def test_cells_are_reserved_for_the_whole_answer(autojump_clock):
 
 async def test_a_full_queue_refuses(autojump_clock):
     async with running(FakeEngine(n_seq_max=1), max_queue=2) as harness:
-        sequences = [harness.ask([1], Collector(), n=5) for _ in range(3)]
+        answers = [harness.ask([1], Collector(), n=5) for _ in range(3)]
         with pytest.raises(errors.QueueFull):
             harness.ask([1], Collector(), n=5)
-        for sequence in sequences:
-            await sequence.done.wait()
+        for answer in answers:
+            await answer.done.wait()
         await harness.clean()
 
 
@@ -152,10 +150,10 @@ async def test_a_full_queue_refuses(autojump_clock):
 async def test_a_request_cancelled_at_any_moment_frees_everything(autojump_clock, after_s):
     async with running() as harness:
         sink, other = Collector(), Collector()
-        sequence = harness.ask([1] * 2000, sink, n=1000)
+        answer = harness.ask([1] * 2000, sink, n=1000)
         neighbour = harness.ask([2], other, n=100)
         await trio.sleep(after_s)
-        harness.scheduler.cancel(sequence)
+        harness.scheduler.cancel(answer)
         assert sink.last.reason == "cancelled"
         sent = len(sink.events)
         await neighbour.done.wait()
@@ -168,9 +166,9 @@ async def test_a_request_cancelled_at_any_moment_frees_everything(autojump_clock
 async def test_a_cancelled_sequence_is_freed_within_one_step(autojump_clock):
     engine = FakeEngine(cost_ms=lambda prompt, decodes: 100)
     async with running(engine) as harness:
-        sequence = harness.ask([1] * 2000, Collector(), n=50)
+        answer = harness.ask([1] * 2000, Collector(), n=50)
         await trio.sleep(0.05)  # in the middle of a step
-        harness.scheduler.cancel(sequence)
+        harness.scheduler.cancel(answer)
         began = trio.current_time()
         await harness.scheduler.wait_idle()
         assert trio.current_time() - began <= 0.1
@@ -191,16 +189,16 @@ async def test_a_waiting_request_is_cancelled(autojump_clock):
 async def test_a_client_that_does_not_read_slows_no_other(autojump_clock):
     async with running() as harness:
         stuck, quick = Collector(), Collector()
-        stuck_sequence, quick_sequence = harness.ask([1], stuck, n=20), harness.ask([2], quick, n=200)
+        stuck_answer, quick_answer = harness.ask([1], stuck, n=20), harness.ask([2], quick, n=200)
         await trio.sleep(0.05)
         stuck.open = False
         had = len(stuck.tokens)
-        await quick_sequence.done.wait()
+        await quick_answer.done.wait()
         assert quick.tokens == expected_continuation([2], 200)
         assert len(stuck.tokens) <= had + 2  # one was under way, and one made ready behind it
         stuck.open = True
         harness.scheduler.wake()
-        await stuck_sequence.done.wait()
+        await stuck_answer.done.wait()
         assert stuck.tokens == expected_continuation([1], 20)
         p99 = harness.scheduler.telemetry.inter_token_ms.percentiles(99)[0]
         assert p99 < 20, "the pause of a slow client counts as the server's"
@@ -219,8 +217,8 @@ async def test_a_client_that_does_not_read_loses_its_place_to_one_that_waits(aut
         began = trio.current_time()
         clients = [Collector() for _ in range(3)]
         waiting = [harness.ask([7 + i], sink, n=20, id=f"waits {i}") for i, sink in enumerate(clients)]
-        for sequence in waiting:
-            await sequence.done.wait()
+        for answer in waiting:
+            await answer.done.wait()
         assert trio.current_time() - began < 1.5
         for i, sink in enumerate(clients):
             assert sink.tokens == expected_continuation([7 + i], 20)
@@ -229,8 +227,8 @@ async def test_a_client_that_does_not_read_loses_its_place_to_one_that_waits(aut
         for sink in stuck:
             sink.open = True
         harness.scheduler.wake()
-        for i, sequence in enumerate(held):
-            await sequence.done.wait()
+        for i, answer in enumerate(held):
+            await answer.done.wait()
             assert stuck[i].tokens == expected_continuation([1 + i], 60)
             assert stuck[i].last.usage.cached_tokens == 0
         await harness.clean()
@@ -238,14 +236,14 @@ async def test_a_client_that_does_not_read_loses_its_place_to_one_that_waits(aut
 
 async def test_a_client_that_does_not_read_keeps_its_place_while_nobody_waits(autojump_clock):
     async with running(FakeEngine(n_seq_max=1)) as harness:
-        sequence = harness.ask([1], sink := Collector(), n=60)
+        answer = harness.ask([1], sink := Collector(), n=60)
         await trio.sleep(0.05)
         sink.open = False
         await trio.sleep(60)
         n_steps = len(harness.engine.steps)
         sink.open = True
         harness.scheduler.wake()
-        await sequence.done.wait()
+        await answer.done.wait()
         later = [each for step in harness.engine.steps[n_steps:] for call in step.calls for each in call]
         assert all(len(each.tokens) == 1 for each in later), "nothing is computed again"
         await harness.clean()
@@ -266,8 +264,8 @@ async def test_one_who_lost_its_place_can_be_cancelled(autojump_clock):
 
 async def test_an_end_token_ends_the_answer(autojump_clock):
     async with running(FakeEngine(eog_after=10)) as harness:
-        sequence = harness.ask([1, 2, 3], sink := Collector(), n=50)
-        await sequence.done.wait()
+        answer = harness.ask([1, 2, 3], sink := Collector(), n=50)
+        await answer.done.wait()
         assert sink.last.reason == "stop"
         assert sink.tokens == expected_continuation([1, 2, 3], 7)
         assert sink.last.usage.completion_tokens == 8
@@ -276,8 +274,8 @@ async def test_an_end_token_ends_the_answer(autojump_clock):
 
 async def test_ignore_eos_generates_all(autojump_clock):
     async with running(FakeEngine(eog_after=10)) as harness:
-        sequence = harness.ask([1, 2, 3], sink := Collector(), n=50, ignore_eos=True)
-        await sequence.done.wait()
+        answer = harness.ask([1, 2, 3], sink := Collector(), n=50, ignore_eos=True)
+        await answer.done.wait()
         assert sink.last.reason == "length"
         assert len(sink.tokens) == 50
         await harness.clean()
@@ -287,8 +285,8 @@ async def test_a_stop_string_ends_the_answer_and_is_not_sent(autojump_clock):
     expected = expected_continuation([1], 20)
     stop = f"{expected[5]} {expected[6]}"
     async with running() as harness:
-        sequence = harness.ask([1], sink := Collector(), n=20, stop=[stop])
-        await sequence.done.wait()
+        answer = harness.ask([1], sink := Collector(), n=20, stop=[stop])
+        await answer.done.wait()
         assert sink.text == "".join(f"{token} " for token in expected[:5])
         assert sink.last.reason == "stop"
         assert sink.last.stop == stop
@@ -317,11 +315,11 @@ async def test_a_prompt_that_fills_the_context_and_one_token_more(autojump_clock
 
 async def test_a_closed_scheduler_completes_its_requests_and_accepts_no_more(autojump_clock):
     async with running() as harness:
-        sequence = harness.ask([1], sink := Collector(), n=5)
+        answer = harness.ask([1], sink := Collector(), n=5)
         harness.scheduler.close()
         with pytest.raises(errors.ShuttingDown):
             harness.ask([1], Collector())
-        await sequence.done.wait()
+        await answer.done.wait()
         assert sink.last.reason == "length"
         await harness.clean()
 
@@ -332,9 +330,9 @@ async def test_a_closed_scheduler_completes_its_requests_and_accepts_no_more(aut
 async def test_streams_that_go_on_run_ahead(autojump_clock):
     async with running() as harness:
         sinks = [Collector(), Collector()]
-        sequences = [harness.ask([n + 1], sink, n=60) for n, sink in enumerate(sinks)]
-        for sequence in sequences:
-            await sequence.done.wait()
+        answers = [harness.ask([n + 1], sink, n=60) for n, sink in enumerate(sinks)]
+        for answer in answers:
+            await answer.done.wait()
         assert [sink.tokens for sink in sinks] == [expected_continuation([n + 1], 60) for n in range(2)]
         assert harness.scheduler.telemetry.run_ahead_steps_total > 50
         assert len(harness.engine.steps) <= 62
@@ -356,8 +354,8 @@ async def test_the_engine_gets_its_next_step_before_clients_get_tokens_that_are_
                     in_flight.append(len(submitted) - len(in_flight) - 1)
                 super().send(*events)
 
-        sequence = harness.ask([1], Client(), n=20, **options)
-        await sequence.done.wait()
+        answer = harness.ask([1], Client(), n=20, **options)
+        await answer.done.wait()
         ahead = [n for n, each in enumerate(in_flight[:-2]) if each == 2]
         assert ahead == [n for n in range(18) if n not in urgent]
         assert all(each <= 2 for each in in_flight)
@@ -369,12 +367,12 @@ async def test_prefill_runs_ahead_and_so_do_streams_that_begin_and_end(autojump_
     async with running(engine, multi_step_ms=0.0) as harness:
         prompts = [[n] * (100 + 50 * n) for n in range(1, 30)]
         sinks = [Collector() for _ in prompts]
-        sequences = []
+        answers = []
         for n, (prompt, sink) in enumerate(zip(prompts, sinks, strict=True)):
-            sequences.append(harness.ask(prompt, sink, n=10 + n))
+            answers.append(harness.ask(prompt, sink, n=10 + n))
             await trio.sleep(0.004)
-        for sequence in sequences:
-            await sequence.done.wait()
+        for answer in answers:
+            await answer.done.wait()
         expected = [expected_continuation(prompt, 10 + n) for n, prompt in enumerate(prompts)]
         assert [sink.tokens for sink in sinks] == expected
         steps = [step for step in harness.engine.steps if step.calls]
@@ -392,13 +390,13 @@ async def test_prefill_next_to_streams_runs_ahead(autojump_clock):
 
     async with running(FakeEngine(n_ctx=20_000, cost_ms=cost_ms), target_itl_ms=18.0) as harness:
         streams, prompts = [Collector() for _ in range(4)], [Collector() for _ in range(3)]
-        sequences = [harness.ask([n + 1], stream, n=400) for n, stream in enumerate(streams)]
+        answers = [harness.ask([n + 1], stream, n=400) for n, stream in enumerate(streams)]
         await trio.sleep(0.1)
         for n, prompt in enumerate(prompts):
-            sequences.append(harness.ask([n + 10] * 3000, prompt, n=20))
+            answers.append(harness.ask([n + 10] * 3000, prompt, n=20))
             await trio.sleep(0.2)
-        for sequence in sequences:
-            await sequence.done.wait()
+        for answer in answers:
+            await answer.done.wait()
         assert [stream.tokens for stream in streams] == [expected_continuation([n + 1], 400) for n in range(4)]
         expected = [expected_continuation([n + 10] * 3000, 20) for n in range(3)]
         assert [prompt.tokens for prompt in prompts] == expected
@@ -443,13 +441,13 @@ async def test_a_request_that_comes_during_a_step_waits_for_no_long_one(autojump
         await trio.sleep(after_s)
         assert harness.scheduler.telemetry.run_ahead_steps_total > 5
         begun = len(harness.engine.steps)
-        sequence = harness.ask([2, 3], sink := Collector(), n=5)
-        await sequence.done.wait()
+        answer = harness.ask([2, 3], sink := Collector(), n=5)
+        await answer.done.wait()
         computed = [{each.seq_id for call in step.calls for each in call} for step in harness.engine.steps[begun:]]
         n_waited = next(n for n, seq_ids in enumerate(computed) if 1 in seq_ids)
         assert n_waited <= (2 if step_ms < MAX_DELAY_MS else 1)
         assert (
-            sequence.times.first_token_at - sequence.times.arrived_at
+            answer.times.first_token_at - answer.times.arrived_at
             <= 1e-3 * (2 * step_ms + min(step_ms, MAX_DELAY_MS)) + 1e-4
         )
         assert sink.tokens == expected_continuation([2, 3], 5)
@@ -461,10 +459,10 @@ async def test_a_request_that_comes_during_a_step_waits_for_no_long_one(autojump
 @pytest.mark.parametrize("after_s", [0.05, 0.052, 0.0549, 0.055, 0.0551, 0.056])
 async def test_a_request_cancelled_during_a_step_is_not_in_the_next_one(autojump_clock, after_s):
     async with running(FakeEngine(cost_ms=lambda prompt, decodes: 5)) as harness:
-        sequence, other = harness.ask([1], Collector(), n=100), harness.ask([2], on := Collector(), n=100)
+        answer, other = harness.ask([1], Collector(), n=100), harness.ask([2], on := Collector(), n=100)
         await trio.sleep(after_s)
         begun = len(harness.engine.steps)
-        harness.scheduler.cancel(sequence)
+        harness.scheduler.cancel(answer)
         await other.done.wait()
         computed = [{each.seq_id for call in step.calls for each in call} for step in harness.engine.steps[begun:]]
         assert not any(0 in seq_ids for seq_ids in computed)
@@ -474,8 +472,8 @@ async def test_a_request_cancelled_during_a_step_is_not_in_the_next_one(autojump
 
 async def test_nothing_of_a_stream_is_computed_behind_its_end_token(autojump_clock):
     async with running(FakeEngine(eog_after=30)) as harness:
-        sequence, other = harness.ask([1] * 5, ended := Collector(), n=100), harness.ask([2], on := Collector(), n=25)
-        await sequence.done.wait()
+        answer, other = harness.ask([1] * 5, ended := Collector(), n=100), harness.ask([2], on := Collector(), n=25)
+        await answer.done.wait()
         assert ended.tokens == expected_continuation([1] * 5, 25)
         computed = [each.seq_id for step in harness.engine.steps for call in step.calls for each in call]
         assert computed.count(0) == 26, "the prompt, and every token but the one that ends it"
@@ -497,9 +495,9 @@ async def test_quick_streams_get_several_tokens_in_a_tick(autojump_clock):
     for longest_ms in (0.0, 3.0):
         async with running(quick(), multi_step_ms=longest_ms) as harness:
             sinks = [Collector() for _ in range(3)]
-            sequences = [harness.ask([n + 1], sink, n=100 + n) for n, sink in enumerate(sinks)]
-            for sequence in sequences:
-                await sequence.done.wait()
+            answers = [harness.ask([n + 1], sink, n=100 + n) for n, sink in enumerate(sinks)]
+            for answer in answers:
+                await answer.done.wait()
             assert [sink.tokens for sink in sinks] == [expected_continuation([n + 1], 100 + n) for n in range(3)]
             await harness.clean()
             telemetry = harness.scheduler.telemetry
@@ -517,14 +515,14 @@ async def test_an_answer_may_end_anywhere_in_a_tick(autojump_clock, n_prompt):
     stop = f"{said[30]} {said[31]}"
     async with running(quick(eog_after=60)) as harness:
         sinks = [Collector() for _ in range(4)]
-        sequences = [
+        answers = [
             harness.ask(prompt, sinks[0], n=25),
             harness.ask(prompt, sinks[1], n=200, stop=[stop]),
             harness.ask(prompt, sinks[2], n=200),
             harness.ask(prompt, sinks[3], n=200, stop_token_ids=[said[20]]),
         ]
-        for sequence in sequences:
-            await sequence.done.wait()
+        for answer in answers:
+            await answer.done.wait()
         assert sinks[0].tokens == said[:25]
         assert sinks[1].text == "".join(f"{token} " for token in said[:30])
         assert sinks[2].tokens == expected_continuation(prompt, 60 - n_prompt)
@@ -541,9 +539,9 @@ async def test_a_request_or_a_cancel_waits_for_two_such_ticks_at_most(autojump_c
         await trio.sleep(after_s)
         harness.scheduler.cancel(cancelled)
         assert gone.last.reason == "cancelled"
-        sequence = harness.ask([3, 4], sink := Collector(), n=5)
-        await sequence.done.wait()
-        assert sequence.times.first_token_at - sequence.times.arrived_at <= 2 * 3e-3 + 0.5e-3 + 1e-4
+        answer = harness.ask([3, 4], sink := Collector(), n=5)
+        await answer.done.wait()
+        assert answer.times.first_token_at - answer.times.arrived_at <= 2 * 3e-3 + 0.5e-3 + 1e-4
         await other.done.wait()
         assert (sink.tokens, on.tokens) == (expected_continuation([3, 4], 5), expected_continuation([2], 1000))
         await harness.clean()

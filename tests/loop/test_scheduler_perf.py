@@ -16,10 +16,10 @@ from tests.support.fake_engine import FakeEngine, VirtualEngine
 from tests.support.perf_runs import HEADER
 from tests.support.serving import settings, token_to_bytes
 from uma_trio.daemon.prompts.prompt import Prompt
+from uma_trio.daemon.serving.answer import Answer
 from uma_trio.daemon.serving.embedding import PendingEmbeddings
 from uma_trio.daemon.serving.request import PreparedRequest
 from uma_trio.daemon.serving.scheduler import Scheduler
-from uma_trio.daemon.serving.sequence import Sequence as Answer
 from uma_trio.principal import ANONYMOUS, Principal
 from uma_trio.protocol.requests import Embed, Generate
 from uma_trio.telemetry.metrics import Telemetry
@@ -72,9 +72,9 @@ def ask(
 
 async def test_ticks_and_requests_add_up(autojump_clock):
     async with recorded(speculation=False) as (scheduler, records):
-        sequences = [ask(scheduler, "r" * n, 40 * n, 5 * n, principal=f"uid:{n}") for n in (1, 2, 3)]
-        for sequence in sequences:
-            await sequence.done.wait()
+        answers = [ask(scheduler, "r" * n, 40 * n, 5 * n, principal=f"uid:{n}") for n in (1, 2, 3)]
+        for answer in answers:
+            await answer.done.wait()
         await scheduler.wait_idle()
     assert len(records.ticks) == scheduler.telemetry.totals["decode_calls"]
     assert sum(tick.tokens for tick in records.ticks) == 30
@@ -184,14 +184,14 @@ async def test_time_while_the_client_does_not_read_is_not_a_gap(autojump_clock):
         sink = NullClient()
         tokens = np.arange(10, dtype=np.int32)
         request = Generate(id="a", prompt="", max_tokens=20)
-        [sequence] = scheduler.submit(PreparedRequest(request, Prompt(tokens, ""), sink, ANONYMOUS))
+        [answer] = scheduler.submit(PreparedRequest(request, Prompt(tokens, ""), sink, ANONYMOUS))
         await trio.sleep(0.04)
         sink.has_room = False
         await trio.sleep(60)
         n_before = len(records.ticks)
         sink.has_room = True
         scheduler.wake()
-        await sequence.done.wait()
+        await answer.done.wait()
     assert 0 < n_before < 20
     assert [n for n, tick in enumerate(records.ticks) if tick.host_gap_ms is None] == [0, n_before]
 
@@ -212,13 +212,13 @@ async def test_time_without_a_reader_is_not_idle(autojump_clock):
         sink = NullClient()
         request = Generate(id="a", prompt="", max_tokens=20)
         tokens = Prompt(np.arange(10, dtype=np.int32), "")
-        [sequence] = scheduler.submit(PreparedRequest(request, tokens, sink, ANONYMOUS))
+        [answer] = scheduler.submit(PreparedRequest(request, tokens, sink, ANONYMOUS))
         await trio.sleep(0.04)
         sink.has_room = False
         await trio.sleep(60)
         sink.has_room = True
         scheduler.wake()
-        await sequence.done.wait()
+        await answer.done.wait()
     assert sum(tick.idle_ms or 0 for tick in records.ticks[1:]) == 0
     causes = {each["cause"]: each["seconds"] for each in explain(Run(header=HEADER, ticks=records.ticks))["causes"]}
     assert causes["waiting"] == pytest.approx(60, rel=0.01)

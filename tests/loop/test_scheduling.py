@@ -19,9 +19,9 @@ from tests.support.serving import settings, token_to_bytes
 from uma_trio import errors
 from uma_trio.daemon.prompts.prompt import Prompt
 from uma_trio.daemon.scheduling.prefill import LATE_PREFILL_SHARE
+from uma_trio.daemon.serving.answer import Answer
 from uma_trio.daemon.serving.request import PreparedRequest
 from uma_trio.daemon.serving.scheduler import Scheduler
-from uma_trio.daemon.serving.sequence import Sequence as Answer
 from uma_trio.principal import Principal
 from uma_trio.processes.energy import EnergyMeter
 from uma_trio.protocol.events import Token
@@ -119,11 +119,11 @@ async def test_a_stream_is_on_time_during_the_prefill_of_others(autojump_clock, 
     engine = FakeEngine(n_ctx=100_000, n_batch=4096, cost_ms=lambda prompt, decodes: 5 + 0.1 * prompt + 0.5 * decodes)
     async with running(engine) as harness:
         stream = Client()
-        sequence = harness.ask(1, 120, stream, slo=slo)
+        answer = harness.ask(1, 120, stream, slo=slo)
         await trio.sleep(0.1)
         for _ in range(6):
             harness.ask(30_000 // 6, 1)
-        await sequence.done.wait()
+        await answer.done.wait()
         assert max(stream.gaps_ms) <= 1.1 * target_ms
         assert max(stream.gaps_ms) > min(0.8 * target_ms, 120), (
             "prefill did not use the time until the next token was due, as far as it pays"
@@ -227,12 +227,12 @@ async def test_text_does_not_depend_on_other_requests(autojump_clock):
     async with running(FakeEngine(n_ctx=100_000, cost_ms=lambda prompt, decodes: 5 + prompt + 60 * decodes)) as harness:
         sizes = [1, 300, 40, 700, 5, 90]
         clients = [Client() for _ in sizes]
-        sequences = [
+        answers = [
             harness.ask(size, 25, client, principal=f"uid:{i % 2}", slo=[INTERACTIVE, None, BACKGROUND][i % 3])
             for i, (size, client) in enumerate(zip(sizes, clients, strict=True))
         ]
-        for sequence in sequences:
-            await sequence.done.wait()
+        for answer in answers:
+            await answer.done.wait()
         for size, client in zip(sizes, clients, strict=True):
             assert client.tokens == expected_continuation([i % 900 + 1 for i in range(size)], 25)
 
@@ -281,9 +281,9 @@ async def test_smaller_requests_do_not_overtake_the_first_in_the_queue(autojump_
         large = harness.ask(800, 100)
         small = [harness.ask(10, 5) for _ in range(3)]
         await large.done.wait()
-        assert all(sequence.times.admitted_at >= large.times.admitted_at for sequence in small)
-        for sequence in small:
-            await sequence.done.wait()
+        assert all(answer.times.admitted_at >= large.times.admitted_at for answer in small)
+        for answer in small:
+            await answer.done.wait()
 
 
 async def test_principals_get_equal_service_whatever_their_requests(autojump_clock):
@@ -312,11 +312,11 @@ async def test_principals_get_equal_service_whatever_their_requests(autojump_clo
 
 async def test_a_refusal_has_an_estimate_of_the_wait(autojump_clock):
     async with running(FakeEngine(n_seq_max=2), max_queue=2) as harness:
-        sequences = [harness.ask(100, 20) for _ in range(4)]
-        await sequences[0].done.wait()
-        duration_ms = 1e3 * (sequences[0].times.ended_at - sequences[0].times.admitted_at)
+        answers = [harness.ask(100, 20) for _ in range(4)]
+        await answers[0].done.wait()
+        duration_ms = 1e3 * (answers[0].times.ended_at - answers[0].times.admitted_at)
         await trio.sleep(0.01)
-        while len(list(harness.scheduler.sequences())) < 4:
+        while len(list(harness.scheduler.answers())) < 4:
             harness.ask(100, 20)
         with pytest.raises(errors.QueueFull) as later:
             harness.ask(100, 20)

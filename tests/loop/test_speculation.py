@@ -59,7 +59,7 @@ def n_steps(harness: Harness) -> int:
 async def test_the_same_text_in_fewer_steps(autojump_clock, params):
     async with asking(engine()) as harness:
         plain = await harness.answer(PROMPT, 300, speculate=False, cache_prompt=False, **params)
-        steps, plain_s = n_steps(harness), plain.sequence.times.ended_at - plain.sequence.times.arrived_at
+        steps, plain_s = n_steps(harness), plain.answer.times.ended_at - plain.answer.times.arrived_at
         assert draft_tokens(harness) == (0, 0)
         assert plain.tokens == expected(PROMPT, 300, **params)
         assert steps == 300
@@ -68,7 +68,7 @@ async def test_the_same_text_in_fewer_steps(autojump_clock, params):
         drafted, accepted = draft_tokens(harness)
         assert n_steps(harness) - steps == 300 - accepted
         assert 50 < accepted <= drafted
-        assert quick.sequence.times.ended_at - quick.sequence.times.arrived_at < 0.9 * plain_s
+        assert quick.answer.times.ended_at - quick.answer.times.arrived_at < 0.9 * plain_s
         await harness.clean()
 
 
@@ -200,7 +200,7 @@ async def test_cancelled_at_any_moment(autojump_clock):
         for n in range(0, 40, amount(quick=3, thorough=1)):
             client = harness.ask(PROMPT, 500, speculate=True)
             await trio.sleep(0.2 + 0.0037 * n)
-            harness.scheduler.cancel(client.sequence)
+            harness.scheduler.cancel(client.answer)
             assert client.reason == "cancelled"
             assert 0 < len(client.tokens) < 500
             assert client.tokens == answer[: len(client.tokens)]
@@ -212,7 +212,7 @@ async def test_cancelled_at_any_moment(autojump_clock):
 async def test_a_client_that_does_not_read_for_a_while(autojump_clock):
     async with asking(engine()) as harness:
         client = harness.ask(PROMPT, 300, speculate=True)
-        while not client.sequence.done.is_set():
+        while not client.answer.done.is_set():
             await trio.sleep(0.05)
             client.has_room = False
             had = len(client.tokens)
@@ -255,7 +255,7 @@ async def test_streams_in_one_batch_do_not_affect_each_other(autojump_clock, n, 
             await trio.sleep(0.03)
         for client, params in clients:
             await harness.ended(client)
-            assert client.tokens == expected(client.prompt, client.sequence.max_tokens, **params)
+            assert client.tokens == expected(client.prompt, client.answer.max_tokens, **params)
         assert draft_tokens(harness)[1] > 50
         await harness.clean()
 
@@ -266,7 +266,7 @@ async def test_no_speculation_in_a_wide_batch(autojump_clock):
         clients = [harness.ask(PROMPT[i:], 200, speculate=True) for i in range(MAX_DECODES_WITH_DRAFTS + 1)]
         await trio.sleep(1)
         assert draft_tokens(harness) == (0, 0)
-        harness.scheduler.cancel(clients[0].sequence)
+        harness.scheduler.cancel(clients[0].answer)
         await harness.ended(*clients)
         assert all(client.tokens == expected(client.prompt, 200) for client in clients[1:])
         assert draft_tokens(harness)[1] > amount(quick=100, thorough=500), "one stream has ended"
@@ -302,7 +302,7 @@ async def test_only_tokens_that_were_sent_stay_in_the_cache(autojump_clock, unif
                 client = harness.ask(chat, n, speculate=rng.choice([True, None]), stop=stop, **params)
                 if rng.random() < 0.15:
                     await trio.sleep(rng.random())
-                    harness.scheduler.cancel(client.sequence)
+                    harness.scheduler.cancel(client.answer)
                 await harness.ended(client)
                 harness.scheduler.check_integrity()
                 assert client.tokens == answer[: len(client.tokens)]

@@ -42,7 +42,7 @@ def steer(harness: Harness, client: Client, **changes: Any) -> Steering:
     tokens = TEXT if "text" in changes else ()
     limit = LIMIT if "end_reasoning" in changes else None
     steering = Steering(query=SteerQuery(request_id="r", **changes), tokens=tokens, limit=limit)
-    harness.scheduler.steer(client.sequence, steering)
+    harness.scheduler.steer(client.answer, steering)
     return steering
 
 
@@ -74,7 +74,7 @@ async def test_the_perf_log_knows_that_an_answer_was_changed_also_if_an_earlier_
         again = harness.ask(PROMPT, N, log=log)
         await harness.ended(again)
         assert again.tokens == client.tokens
-        why = [replay_of(each.sequence, "hashes").inexact for each in (plain, client, again)]
+        why = [replay_of(each.answer, "hashes").inexact for each in (plain, client, again)]
         assert why == ["", *2 * ["it was changed while it was written"]]
         await harness.clean()
 
@@ -132,16 +132,16 @@ async def test_a_message_begins_an_answer_that_ends_where_it_ends(autojump_clock
         client = harness.ask(PROMPT, N, log=log)
         await until(client, 8)
         await steer(harness, client, stop="sentence").wait()
-        assert client.sequence.bounds.stops_at_sentence
+        assert client.answer.bounds.stops_at_sentence
         steering = Steering(query=SteerQuery(request_id="r", message="m"), tokens=TEXT)
-        harness.scheduler.steer(client.sequence, steering)
+        harness.scheduler.steer(client.answer, steering)
         await steering.wait()
-        assert not client.sequence.bounds.stops_at_sentence
+        assert not client.answer.bounds.stops_at_sentence
         await harness.ended(client)
         assert client.reason == "length"
         log.known = log.known[:-5]
         again = harness.ask(PROMPT, N, log=log)
-        assert not again.sequence.bounds.stops_at_sentence
+        assert not again.answer.bounds.stops_at_sentence
         await harness.ended(again)
         assert again.tokens == client.tokens
         await harness.clean()
@@ -155,7 +155,7 @@ async def test_sixteen_streams_change_within_two_ticks_and_nobody_else_does(auto
             await until(client, 3)
         changed: dict[Client, int] = {}
         for client in random.Random(7).sample(clients, 8):
-            n_before = len(client.sequence.tokens)
+            n_before = len(client.answer.tokens)
             done = await steer(harness, client, text="x").wait()
             assert done.after_tokens - n_before <= 2
             changed[client] = done.after_tokens
@@ -192,7 +192,7 @@ async def test_an_answer_that_ends_before_its_change_says_so(autojump_clock):
         client = harness.ask(PROMPT, N)
         await until(client, 8)
         steering = steer(harness, client, text="x")
-        harness.scheduler.cancel(client.sequence)
+        harness.scheduler.cancel(client.answer)
         with pytest.raises(AnswerNotFound, match="ended before"):
             await steering.wait()
         await harness.clean()

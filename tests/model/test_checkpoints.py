@@ -76,9 +76,9 @@ class Asking:
         client = Client(list(prompt))
         request = Generate(id="1", prompt="", max_tokens=n, temperature=0.0, ignore_eos=True, **fields)
         tokens = Prompt(np.asarray(prompt, dtype=np.int32), "")
-        [client.sequence] = self.scheduler.submit(PreparedRequest(request, tokens, client, Principal("uid:0")))
+        [client.answer] = self.scheduler.submit(PreparedRequest(request, tokens, client, Principal("uid:0")))
         with trio.fail_after(60):
-            await client.sequence.done.wait()
+            await client.answer.done.wait()
         return client
 
     async def uncached(self, prompt: Sequence[int], n: int = 80) -> list[int]:

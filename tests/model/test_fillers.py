@@ -460,11 +460,11 @@ async def test_streams_between_which_others_end(
                     id=str(n), prompt="", max_tokens=max_tokens, temperature=0.0, ignore_eos=True, **fields
                 )
                 prompt = Prompt(np.asarray(prompts[n], np.int32), "")
-                [client.sequence] = scheduler.submit(PreparedRequest(request, prompt, client, Principal("uid:0")))
+                [client.answer] = scheduler.submit(PreparedRequest(request, prompt, client, Principal("uid:0")))
                 clients.append(client)
             with trio.fail_after(60):
                 for client in clients:
-                    await client.sequence.done.wait()
+                    await client.answer.done.wait()
                 await scheduler.wait_idle()
             assert engine.used_cells() == scheduler.cache.held()
             return clients

@@ -50,19 +50,19 @@ async def test_a_subscriber_knows_what_a_real_engine_holds(library: None) -> Non
                     client = Client(prompt)
                     request = Generate(id=str(n), prompt="", max_tokens=16, ignore_eos=True)
                     tokens = Prompt(np.asarray(prompt, dtype=np.int32), "")
-                    [client.sequence] = scheduler.submit(
+                    [client.answer] = scheduler.submit(
                         PreparedRequest(request, tokens, client, Principal(f"uid:{n % 3}"))
                     )
                     clients.append(client)
                     match n % 8:
                         case 3:
-                            await client.sequence.done.wait()
+                            await client.answer.done.wait()
                         case 5:
-                            scheduler.cancel(client.sequence)
+                            scheduler.cancel(client.answer)
                         case 7 if n == 15:
                             scheduler._engine.link.kill()
                 for client in clients:
-                    await client.sequence.done.wait()
+                    await client.answer.done.wait()
                 await scheduler.wait_idle()
                 assert scheduler._engine.restarts == 1
                 expected = held_by(scheduler.cache)

@@ -16,10 +16,10 @@ from tests.support.state_files import MemoryFiles, at_once
 from uma_trio.daemon.answer.budget import ReasoningLimit
 from uma_trio.daemon.prompts.media import PlacedRows
 from uma_trio.daemon.prompts.prompt import Prompt
+from uma_trio.daemon.serving.answer import Answer
 from uma_trio.daemon.serving.offload import InThread
 from uma_trio.daemon.serving.request import PreparedRequest
 from uma_trio.daemon.serving.scheduler import Scheduler
-from uma_trio.daemon.serving.sequence import Sequence as Answer
 from uma_trio.daemon.store.answer_log import Change
 from uma_trio.principal import Principal
 from uma_trio.protocol.events import Eos, Failure, Token
@@ -33,7 +33,7 @@ class Client:
     prompt: list[int]
     events: list[Any] = attrs.field(factory=list)
     has_room: bool = True
-    sequence: Answer = attrs.field(init=False)
+    answer: Answer = attrs.field(init=False)
     _came: trio.Event = attrs.field(factory=trio.Event, init=False)
     """Set by the next event."""
 
@@ -125,9 +125,7 @@ class Harness:
         client = Client(list(prompt))
         request = Generate(id=str(self.n), prompt="", max_tokens=n, **fields)
         tokens = Prompt(np.asarray(prompt, dtype=np.int32), "", limit=limit, media=tuple(media))
-        [client.sequence] = self.scheduler.submit(
-            PreparedRequest(request, tokens, client, Principal(principal), log=log)
-        )
+        [client.answer] = self.scheduler.submit(PreparedRequest(request, tokens, client, Principal(principal), log=log))
         return client
 
     async def answer(self, prompt: Sequence[int], n: int = 8, **fields: Any) -> Client:
@@ -139,7 +137,7 @@ class Harness:
     async def ended(self, *clients: Client) -> None:
         with trio.fail_after(1000):
             for client in clients:
-                await client.sequence.done.wait()
+                await client.answer.done.wait()
 
     def read_on(self, client: Client) -> None:
         """Let a client that did not read go on."""
@@ -168,7 +166,7 @@ async def asking(
     """A scheduler with settings by flat names; cancelled at the end.
 
     Args:
-        files: where idle sequences are saved; states that are there already can be loaded.
+        files: where idle answers are saved; states that are there already can be loaded.
         in_thread: runs blocking calls.
     """
     engine = engine or FakeEngine()

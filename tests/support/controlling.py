@@ -101,7 +101,7 @@ class Controlling:
         deadline_at: float = math.inf,
         **fields: Any,
     ) -> Any:
-        """Begin a controlled answer; returns its sequences."""
+        """Begin a controlled answer; returns its answers."""
         name = fields.pop("id", f"r{len(self.runtime.calls)}-{module}")
         generation = await self.runtime.instantiate(name, module, argument, [START])
         request = Generate(id=name, controller=module, max_tokens=n, **fields)
@@ -123,11 +123,11 @@ class Controlling:
         return self.scheduler.submit(PreparedRequest(request, tokens, client, Principal("uid:0")))[0]
 
     async def done(self, *requests: Any) -> None:
-        """Wait for the ends of all sequences of ``requests``, also of those that fork meanwhile."""
+        """Wait for the ends of all answers of ``requests``, also of those that fork meanwhile."""
         with trio.fail_after(1000):
-            for sequences in requests:
-                for sequence in sequences:
-                    await sequence.done.wait()
+            for answers in requests:
+                for answer in answers:
+                    await answer.done.wait()
 
     async def clean(self) -> None:
         """Wait until nothing runs, and check that nothing is left."""
@@ -137,7 +137,7 @@ class Controlling:
         self.scheduler.check_integrity()
         assert self.engine.used_cells() == self.scheduler.cache.held()
         assert self.scheduler.cache.statistics().cells_reserved == 0
-        assert not self.runtime.live, "the runtime still has sequences that have ended"
+        assert not self.runtime.live, "the runtime still has answers that have ended"
         assert not self.runtime.waiting, "the runtime still has controllers of requests that have ended"
 
 
@@ -152,7 +152,7 @@ async def controlling(
     """A running scheduler.
 
     Args:
-        files: where idle sequences are saved.
+        files: where idle answers are saved.
         values: configuration by flat names.
     """
     engine, runtime = engine or FakeEngine(), runtime or FakeRuntime(modules)

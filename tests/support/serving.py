@@ -217,7 +217,7 @@ class Serving:
     async def settled(self) -> None:
         """Wait until nothing runs and no client is connected, and check the bookkeeping."""
         with trio.fail_after(1000):
-            while list(self.scheduler.sequences()) or self.server.snapshot()["connections"]:
+            while list(self.scheduler.answers()) or self.server.snapshot()["connections"]:
                 await trio.sleep(0.01)
             await self.service.scheduler.wait_idle()
         self.service.scheduler.check_integrity()

@@ -18,11 +18,11 @@ from uma_trio.aici_link.messages import Auth
 from uma_trio.daemon.prompts.prompt import Prompt
 from uma_trio.daemon.registry import ModelRegistry
 from uma_trio.daemon.service import ModelService
+from uma_trio.daemon.serving.answer import Answer, EventSink, State, TokenLog
 from uma_trio.daemon.serving.controllers.state import ControlledRequest
 from uma_trio.daemon.serving.embedding import PendingEmbeddings, PendingRanking, cancelled
 from uma_trio.daemon.serving.request import PreparedRequest, check_embeds, check_generates, check_ranks
 from uma_trio.daemon.serving.scheduler import Scheduler
-from uma_trio.daemon.serving.sequence import EventSink, Sequence, State, TokenLog
 from uma_trio.daemon.serving.stats import log_request
 from uma_trio.daemon.sessions import SessionTurn, TitleKeeper
 from uma_trio.errors import (
@@ -60,7 +60,7 @@ class ModelRequest:
     _scope: trio.CancelScope = attrs.field(factory=trio.CancelScope, init=False)
     _service: ModelService | None = attrs.field(default=None, init=False)
     """The service of its model; ``None`` before that is loaded."""
-    _answers: abc.Sequence[Sequence | PendingEmbeddings] = attrs.field(default=(), init=False)
+    _answers: abc.Sequence[Answer | PendingEmbeddings] = attrs.field(default=(), init=False)
     """What the scheduler makes for it."""
     _is_submitted: bool = attrs.field(default=False, init=False)
 
@@ -115,7 +115,7 @@ class ModelRequest:
         """End the answers that have not ended, with ``reason`` or as cancelled."""
         raise NotImplementedError
 
-    async def _wait(self, service: ModelService, answers: abc.Sequence[Sequence | PendingEmbeddings]) -> None:
+    async def _wait(self, service: ModelService, answers: abc.Sequence[Answer | PendingEmbeddings]) -> None:
         """Wait for ``answers`` as long as a request may take; then end those that are left, with the reason."""
         self._answers, self._is_submitted, self._scope.deadline = answers, True, math.inf
         ending: UmaError | None = None
@@ -166,7 +166,7 @@ class Generation(ModelRequest):
     request: Generate
     record: AnswerRecord | None = None
     """Keeps the answer, if it is detached."""
-    _answers: abc.Sequence[Sequence]
+    _answers: abc.Sequence[Answer]
 
     @property
     def _deadline_at(self) -> float:
@@ -196,16 +196,16 @@ class Generation(ModelRequest):
         self._sink.send(LoadProgress(id=self.request.id or "", model=model, state=state, progress=round(progress, 3)))
 
     def _cancel(self, scheduler: Scheduler, reason: UmaError | None) -> None:
-        for sequence in self._answers:
-            scheduler.cancel(sequence, reason or "cancelled")
+        for answer in self._answers:
+            scheduler.cancel(answer, reason or "cancelled")
 
     async def _wait_for_ends(self, scheduler: Scheduler) -> None:
         with trio.move_on_at(self._deadline_at):
             await super()._wait_for_ends(scheduler)
         if trio.current_time() >= self._deadline_at:
-            for sequence in self._answers:
-                if not sequence.tokens:
-                    scheduler.cancel(sequence, self._late())
+            for answer in self._answers:
+                if not answer.tokens:
+                    scheduler.cancel(answer, self._late())
         await super()._wait_for_ends(scheduler)
 
     async def _serve(self, service: ModelService) -> None:
@@ -272,7 +272,7 @@ class Generation(ModelRequest):
         shape = _answer_shape(self.request, prompt)
         grammar = None if shape is None else await service.compile(shape, self._principal)
         scheduler = service.scheduler
-        sequences = scheduler.submit(
+        answers = scheduler.submit(
             PreparedRequest(
                 request=self.request,
                 prompt=prompt,
@@ -284,16 +284,16 @@ class Generation(ModelRequest):
                 deadline_at=self._deadline_at,
             )
         )
-        if self.record is not None and sequences[0].state is State.WAITING:
+        if self.record is not None and answers[0].state is State.WAITING:
             self.record.pause()
         log.debug("admitted", id=self.request.id, prompt_tokens=len(prompt.tokens))
-        await self._wait(service, sequences)
+        await self._wait(service, answers)
 
     async def _end_turn(self, service: ModelService, turn: SessionTurn) -> None:
         """The last event of a session's turn follows when the turn is on disk."""
-        sequences, self._answers = self._answers, ()  # finished, but not answered yet
+        answers, self._answers = self._answers, ()  # finished, but not answered yet
         with trio.CancelScope(shield=True):
-            last = await service.sessions.end(turn, sequences[0] if sequences else None)
+            last = await service.sessions.end(turn, answers[0] if answers else None)
         if last is not None:
             self._sink.send(last)
 

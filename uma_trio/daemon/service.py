@@ -23,9 +23,9 @@ from uma_trio.daemon.engines.saved_costs import save_costs
 from uma_trio.daemon.kv.offload_index import SavedState
 from uma_trio.daemon.prompts.fair_limiter import FairLimiter
 from uma_trio.daemon.prompts.prompt import PromptMaker
+from uma_trio.daemon.serving.answer import Answer
 from uma_trio.daemon.serving.offload import InThread, StateFiles
 from uma_trio.daemon.serving.scheduler import Scheduler
-from uma_trio.daemon.serving.sequence import Sequence
 from uma_trio.daemon.serving.steering import Steering
 from uma_trio.daemon.sessions import Sessions
 from uma_trio.daemon.store.journal import Journal
@@ -145,14 +145,14 @@ class ModelService:
             raise ControllerUnavailable("this daemon runs no controllers")
         return await library.answer(self.runtime, query, wasm, Auth(principal.name, is_admin))
 
-    def answers_of(self, request_id: str, principal: str) -> list[Sequence]:
+    def answers_of(self, request_id: str, principal: str) -> list[Answer]:
         """The unfinished answers of a request of ``principal``, by its id or theirs, with or without a connection."""
         ids = request_ids(request_id)
         return [
-            each for each in self.scheduler.sequences() if each.request.id in ids and each.principal.name == principal
+            each for each in self.scheduler.answers() if each.request.id in ids and each.principal.name == principal
         ]
 
-    async def steer(self, sequence: Sequence, query: SteerQuery) -> Steered:
+    async def steer(self, answer: Answer, query: SteerQuery) -> Steered:
         """Change a running answer; returns what was changed when that is done, mostly within two ticks.
 
         A change of a detached answer survives the daemon when this returns.
@@ -163,7 +163,7 @@ class ModelService:
         """
         limit = None
         if query.end_reasoning or query.message is not None:
-            limit = self.prompts.reasoning_end(sequence.prompt, sequence.request)
+            limit = self.prompts.reasoning_end(answer.prompt, answer.request)
             if limit is None and query.end_reasoning:
                 raise BadRequest(
                     "there is no reasoning to end: the model marks none, or a constraint allows none",
@@ -172,13 +172,13 @@ class ModelService:
         tokens, opens_reasoning = [] if query.text is None else self.prompts.appended(query.text), False
         if query.message is not None:
             tokens, opens_reasoning = await self.prompts.message(
-                query.message, sequence.request, principal=sequence.principal.name
+                query.message, answer.request, principal=answer.principal.name
             )
         steering = Steering(query=query, tokens=tokens, opens_reasoning=opens_reasoning, limit=limit)
-        self.scheduler.steer(sequence, steering)
+        self.scheduler.steer(answer, steering)
         steered = await steering.wait()
-        if sequence.log is not None and steering.change is not None:
-            await sequence.log.kept(steering.change)
+        if answer.log is not None and steering.change is not None:
+            await answer.log.kept(steering.change)
         return steered
 
     def description(self) -> ModelDescription:

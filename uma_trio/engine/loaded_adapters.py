@@ -4,7 +4,7 @@ How a row gets its adapters::
 
     loading      files that are safe -> LoadedAdapters            daemon/engines/adapter_check.py
     request      names and scales -> Scales                       daemon/serving/request.py (adapters_of)
-    daemon       Sequence.adapters -> StepInput.adapters          daemon/serving/sequence.py
+    daemon       Answer.adapters -> StepInput.adapters            daemon/serving/answer.py
     engine       which rows can be in one call                    engine/adapter_calls.py
                  Scales of each input -> scales of each row       LoadedAdapters.apply_by_row
     llama_abi    scales of each row -> masks in llama.cpp's graph Context.set_adapter_scales, row_scales.py

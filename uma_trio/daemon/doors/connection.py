@@ -314,8 +314,8 @@ class Connection:
             case AnswersQuery():
                 events = await self._owner.detached.answer_query(query, principal.name)
             case SteerQuery():
-                service, sequence = models.answer_of(query.request_id, principal.name)
-                events = [await service.steer(sequence, query)]
+                service, answer = models.answer_of(query.request_id, principal.name)
+                events = [await service.steer(answer, query)]
             case ExplainQuery():
                 async with models.use(query.model, principal.name) as service:
                     events = [attrs.evolve(service.scheduler.explain(query.request_id, principal.name), id=query.id)]

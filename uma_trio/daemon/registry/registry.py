@@ -24,7 +24,7 @@ from uma_trio.daemon.registry.catalog import Catalog
 from uma_trio.daemon.registry.loader import Loader, Unloader
 from uma_trio.daemon.registry.model import Attempt, Instance, Model, ModelOpener, ModelSpec
 from uma_trio.daemon.service import ModelService
-from uma_trio.daemon.serving.sequence import Sequence
+from uma_trio.daemon.serving.answer import Answer
 from uma_trio.errors import (
     AnswerNotFound,
     BadRequest,
@@ -367,7 +367,7 @@ class ModelRegistry:
         default = self._catalog.models[0]
         return default.description is None or "chat" in default.description.capabilities
 
-    def answer_of(self, request_id: str, principal: str) -> tuple[ModelService, Sequence]:
+    def answer_of(self, request_id: str, principal: str) -> tuple[ModelService, Answer]:
         """The running answer of a request of ``principal``, and the service that makes it.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Which request kills the engine: after a crash, the sequences of the fatal step are retried in halves."""
+"""Which request kills the engine: after a crash, the answers of the fatal step are retried in halves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import attrs
 T = TypeVar("T")
 
 FATAL_CRASHES = 2
-"""A sequence is to blame if it was in this many fatal steps without progress in between, and alone in the last one."""
+"""An answer is to blame if it was in this many fatal steps without progress in between, and alone in the last one."""
 
 
 @attrs.define
@@ -21,11 +21,11 @@ class _Suspect:
 
 
 class CrashBisection(Generic[T]):
-    """Finds the sequence that kills the engine, without knowing what a sequence is.
+    """Finds the answer that kills the engine, without knowing what an answer is.
 
     While there are suspects, only one group of them runs at a time.  A suspect that gets past the point of the crash is
-    cleared.  With one culprit among ``n`` sequences it takes about ``log2(n)`` further crashes to find it; a crash that was
-    no sequence's fault costs none.
+    cleared.  With one culprit among ``n`` answers it takes about ``log2(n)`` further crashes to find it; a crash that was
+    no answer's fault costs none.
     """
 
     def __init__(self) -> None:
@@ -40,17 +40,17 @@ class CrashBisection(Generic[T]):
         return bool(self._suspects)
 
     def current(self, able: Collection[T]) -> Collection[T]:
-        """The sequences that may run now: the first group with a member in ``able``.  Empty: all may run."""
+        """The answers that may run now: the first group with a member in ``able``.  Empty: all may run."""
         return next((group for group in self._groups if any(item in able for item in group)), ())
 
     def crashed(self, ends: Mapping[T, int]) -> T | None:
         """A step has killed the engine.
 
         Args:
-            ends: for each sequence in it, how many tokens it would have had in the KV cache after the step.
+            ends: for each answer in it, how many tokens it would have had in the KV cache after the step.
 
         Returns:
-            The sequence to blame, if that is clear now.  It is then no longer a suspect.
+            The answer to blame, if that is clear now.  It is then no longer a suspect.
         """
         self.n_crashes += 1
         self._groups = [left for group in self._groups if (left := [item for item in group if item not in ends])]
@@ -71,7 +71,7 @@ class CrashBisection(Generic[T]):
         """A step was completed.
 
         Args:
-            ends: for each sequence in it, how many tokens it has in the KV cache now.
+            ends: for each answer in it, how many tokens it has in the KV cache now.
         """
         if ends:
             self.n_crashes = 0

@@ -1,7 +1,7 @@
 """Predicts when requests start and end, from what runs, what waits and the cost model.
 
 A small simulation of the scheduler.  It advances by phases, not by ticks: a phase is a number of ticks that compute
-alike, and ends when a prompt is complete or an answer ends.  In each tick every decoding sequence gets a token, and the
+alike, and ends when a prompt is complete or an answer ends.  In each tick every decoding answer gets a token, and the
 prompts that go first get a chunk, as large as the policy would choose for streams that are in time.
 
 The predictions assume today's order of the queue, and that others come as often as lately, behind those that wait.  A
@@ -31,7 +31,7 @@ MAX_PHASES: Final = 256
 
 @attrs.frozen(kw_only=True)
 class Load:
-    """What is left to compute of one sequence."""
+    """What is left to compute of one answer."""
 
     prefill_tokens: int
     """Tokens to prefill; 0: it decodes."""
@@ -105,7 +105,7 @@ class Speed:
 
 @attrs.frozen(kw_only=True)
 class Prediction:
-    """When a sequence starts and ends, in milliseconds from now."""
+    """When an answer starts and ends, in milliseconds from now."""
 
     queue_position: int
     """1: the next one that gets a place in the KV cache; 0: it has one."""
@@ -136,9 +136,9 @@ def forecast(
     speed: Speed,
     arrivals: Arrivals | None = None,
 ) -> list[Prediction]:
-    """Predict start and end of each sequence: first those of ``running``, then those of ``waiting``.
+    """Predict start and end of each answer: first those of ``running``, then those of ``waiting``.
 
-    Takes at most ``MAX_PHASES`` phases, each of which looks at all sequences that have places.
+    Takes at most ``MAX_PHASES`` phases, each of which looks at all answers that have places.
 
     Args:
         waiting: in the order in which they get places.  The first one blocks the others until it fits.
@@ -153,7 +153,7 @@ def forecast(
 
 @attrs.define(eq=False, kw_only=True)
 class _Course:
-    """How one sequence gets on in the simulation."""
+    """How one answer gets on in the simulation."""
 
     load: Load
     order: float

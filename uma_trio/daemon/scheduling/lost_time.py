@@ -1,4 +1,4 @@
-"""How much of their time background sequences may lose to requests that do not wait for their step."""
+"""How much of their time background answers may lose to requests that do not wait for their step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_SAVED_MS: Final = 500.0
 
 @attrs.define
 class LostTime:
-    """Decides whether a step is interrupted.  So background sequences come to an end, however often others come."""
+    """Decides whether a step is interrupted.  So background answers come to an end, however often others come."""
 
     _left_ms: float = MAX_SAVED_MS
 

@@ -1,4 +1,4 @@
-"""Decides which running sequences lose their places, so that a waiting principal gets its share, and when refused requests
+"""Decides which running answers lose their places, so that a waiting principal gets its share, and when refused requests
 should come back.
 
 A place is a sequence id with reserved KV cells.  The share of a principal is dominant-resource fair: the larger one of
@@ -19,7 +19,7 @@ from uma_trio.daemon.scheduling.fairness import MAX_LEAD
 from uma_trio.daemon.scheduling.view import Priority
 
 MIN_TURN_S: Final = 0.5
-"""A sequence keeps the only place of its principal for at least this long."""
+"""An answer keeps the only place of its principal for at least this long."""
 
 LONGEST_WAIT_S: Final = 60.0
 """Clients of OpenAI's API do not honour longer waits."""
@@ -27,7 +27,7 @@ LONGEST_WAIT_S: Final = 60.0
 
 @attrs.frozen(kw_only=True)
 class Place:
-    """What a running sequence holds."""
+    """What a running answer holds."""
 
     principal: str
     weight: float
@@ -80,7 +80,7 @@ class Claim:
     """Places that a waiting request may take."""
 
     victims: tuple[int, ...]
-    """Indices of the sequences that lose their places."""
+    """Indices of the answers that lose their places."""
     due_s: float
     """When they do."""
 
@@ -112,21 +112,21 @@ def _holders(places: Iterable[Place]) -> dict[str, _Holder]:
 
 
 def claim(claimant: Claimant, places: Sequence[Place], room: Room) -> Claim | None:
-    """Choose the sequences that make room for ``claimant``.
+    """Choose the answers that make room for ``claimant``.
 
     A principal takes a place from another one that was given more service (``MAX_LEAD``), and whose share is still as large
     as its own afterwards.  So two principals never take a place from each other in turns, and one whose requests are short
     may hold more places.  A principal that holds no place may take one from anybody: first from those that keep others, and
     the only place of a principal when its turn ends.
 
-    The principal with the largest share loses a place.  Of its sequences it is that of the lowest class, then the one that
+    The principal with the largest share loses a place.  Of its answers it is that of the lowest class, then the one that
     has the fewest tokens to compute again.
 
     A request of class ``background`` takes places from other ``background`` requests only.  Every other request takes the
     places of ``background`` requests first and at once, also those of its own principal.
 
     Args:
-        places: of all running sequences.
+        places: of all running answers.
 
     Returns:
         ``None`` if ``claimant`` has to wait until a place becomes free.
@@ -183,10 +183,10 @@ def room_for(claimant: Claimant, places: Iterable[Place], room: Room) -> Room:
 
 
 def claim_spare(places: Sequence[Place], room: Room) -> Claim | None:
-    """Choose the ``background`` sequence that gives up its place in advance, for the next request of another class.
+    """Choose the ``background`` answer that gives up its place in advance, for the next request of another class.
 
     While others run, such a request would wait for copies next to their tokens.  While none runs, copies are quick, so all places
-    are for ``background`` then.  One ``background`` sequence stays, so that this class goes on with few places, too.
+    are for ``background`` then.  One ``background`` answer stays, so that this class goes on with few places, too.
     """
     held = [index for index, place in enumerate(places) if place.priority is Priority.BACKGROUND]
     left = [index for index in held if places[index].can_yield]
@@ -198,7 +198,7 @@ def claim_spare(places: Sequence[Place], room: Room) -> Claim | None:
 
 
 def _are_mixed(places: Iterable[Place]) -> bool:
-    """Whether ``background`` sequences run next to others."""
+    """Whether ``background`` answers run next to others."""
     return len({place.priority is Priority.BACKGROUND for place in places}) == 2
 
 

@@ -1,1 +1,1 @@
-"""Serves sequences with one engine: the tick, and what it needs.  docs/design/scheduler.md lists the modules."""
+"""Serves answers with one engine: the tick, and what it needs.  docs/design/scheduler.md lists the modules."""

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import trio
 
 from uma_trio.daemon.scheduling.fairness import Service
-from uma_trio.daemon.serving.sequence import EventSink
+from uma_trio.daemon.serving.answer import EventSink
 from uma_trio.engine_link.adapters import Scales
 from uma_trio.engine_link.messages import MAX_EMBEDDING_SEQUENCES, EmbeddingInput, ModelInfo, StepOutput
 from uma_trio.engine_link.tokens import TokenIds

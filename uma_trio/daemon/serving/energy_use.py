@@ -8,7 +8,7 @@ from typing import Final
 import attrs
 import structlog
 
-from uma_trio.daemon.serving.sequence import Sequence
+from uma_trio.daemon.serving.answer import Answer
 from uma_trio.daemon.serving.step import StepRow
 from uma_trio.processes.energy import EnergyMeter
 
@@ -20,7 +20,7 @@ READ_EVERY_S: Final = 0.05
 
 @attrs.define(eq=False)
 class EnergyUse:
-    """Divides what the counters say between the sequences that steps have computed, by their rows.
+    """Divides what the counters say between the answers that steps have computed, by their rows.
 
     Args:
         meter: ``None``: nothing is counted.
@@ -30,7 +30,7 @@ class EnergyUse:
     total_j: float = attrs.field(default=0.0, init=False)
     """What all steps have taken."""
     _n_rows: int = attrs.field(default=0, init=False)
-    _rows: dict[Sequence, int] = attrs.field(factory=dict, init=False)
+    _rows: dict[Answer, int] = attrs.field(factory=dict, init=False)
     """Rows since the counters were read."""
     _read_j: float = attrs.field(default=0.0, init=False)
     _read_at: float = attrs.field(default=0.0, init=False)
@@ -47,12 +47,12 @@ class EnergyUse:
         self._read(now)
         self._rows.clear()
 
-    def step(self, rows: Mapping[Sequence, StepRow], now: float) -> None:
-        """Note the rows that a step has computed of each sequence, before the sequences know of it."""
+    def step(self, rows: Mapping[Answer, StepRow], now: float) -> None:
+        """Note the rows that a step has computed of each answer, before the answers know of it."""
         if self._meter is None:
             return
-        for sequence, row in rows.items():
-            self._rows[sequence] = self._rows.get(sequence, 0) + max(1, row.end - sequence.n_computed)
+        for answer, row in rows.items():
+            self._rows[answer] = self._rows.get(answer, 0) + max(1, row.end - answer.n_computed)
         if now >= self._read_at + READ_EVERY_S:
             self.divide(now)
 
@@ -63,8 +63,8 @@ class EnergyUse:
         if n_rows and self._meter is not None:
             self.total_j += joules
             self._n_rows += n_rows
-            for sequence, n in self._rows.items():
-                sequence.energy_j = (sequence.energy_j or 0.0) + joules * n / n_rows
+            for answer, n in self._rows.items():
+                answer.energy_j = (answer.energy_j or 0.0) + joules * n / n_rows
             self._rows.clear()
         return joules
 

@@ -11,7 +11,7 @@ import trio
 
 from uma_trio.daemon.kv.lost_prefixes import Comparison
 from uma_trio.daemon.prompts.difference import difference
-from uma_trio.daemon.serving import sequence as sequences
+from uma_trio.daemon.serving.answer import Answer
 from uma_trio.engine_link.media import PLACEHOLDER
 from uma_trio.engine_link.tokens import MIN_SHARED_TOKENS, TokenIds, common_prefix
 from uma_trio.errors import AnswerNotFound
@@ -59,10 +59,10 @@ class Explainer:
     _kept: deque[Prefilled] = attrs.field(factory=deque, init=False)
     _n_chars: int = attrs.field(default=0, init=False)
 
-    def ended(self, sequence: sequences.Sequence, token_ms: float) -> None:
-        """Keep what is known of the prompt of ``sequence``, if it was computed; the oldest ones go."""
-        found = _prefilled(sequence, token_ms)
-        if found is None or len(found.text) > MAX_KEPT_CHARS or sequence.index:
+    def ended(self, answer: Answer, token_ms: float) -> None:
+        """Keep what is known of the prompt of ``answer``, if it was computed; the oldest ones go."""
+        found = _prefilled(answer, token_ms)
+        if found is None or len(found.text) > MAX_KEPT_CHARS or answer.index:
             return
         self._kept.append(found)
         self._n_chars += len(found.text)
@@ -78,9 +78,7 @@ class Explainer:
         ]
         self._kept, self._n_chars = deque(kept), sum([len(each.text) for each in kept])
 
-    def find(
-        self, request_id: str, principal: str, running: Iterable[sequences.Sequence], token_ms: float
-    ) -> Explanation:
+    def find(self, request_id: str, principal: str, running: Iterable[Answer], token_ms: float) -> Explanation:
         """Explain the prompt of the last request of this id.
 
         Raises:
@@ -101,9 +99,9 @@ class Explainer:
             )
         return self._explain(found)
 
-    def of(self, sequence: sequences.Sequence, token_ms: float) -> Explanation | None:
-        """Explain the prompt of ``sequence``; ``None`` if it was not computed."""
-        found = _prefilled(sequence, token_ms)
+    def of(self, answer: Answer, token_ms: float) -> Explanation | None:
+        """Explain the prompt of ``answer``; ``None`` if it was not computed."""
+        found = _prefilled(answer, token_ms)
         return None if found is None else self._explain(found)
 
     def _explain(self, found: Prefilled) -> Explanation:
@@ -162,20 +160,20 @@ class Explainer:
         return b"".join(pieces).decode("utf-8", "replace")
 
 
-def _prefilled(sequence: sequences.Sequence, token_ms: float) -> Prefilled | None:
-    request, comparison = sequence.request, sequence.comparison
+def _prefilled(answer: Answer, token_ms: float) -> Prefilled | None:
+    request, comparison = answer.request, answer.comparison
     if comparison is None:
         return None
     messages = request.messages or ()
     return Prefilled(
         request_id=request.id,
-        principal=sequence.principal.name,
-        tokens=sequence.prompt.tokens,
-        text=sequence.prompt.text,
+        principal=answer.principal.name,
+        tokens=answer.prompt.tokens,
+        text=answer.prompt.text,
         roles=[each.role for each in messages],
         messages=[each.text for each in messages],
         tools=[each.name for each in request.tools],
-        n_cached=sequence.n_cached,
+        n_cached=answer.n_cached,
         is_private=not request.cache_prompt,
         comparison=comparison,
         token_ms=token_ms,

@@ -16,8 +16,8 @@ from uma_trio.daemon.scheduling.answer_lengths import AnswerLengths
 from uma_trio.daemon.scheduling.fairness import Service
 from uma_trio.daemon.scheduling.forecast import Arrivals, Load, Prediction, Speed, forecast, mean_load
 from uma_trio.daemon.scheduling.timings import StepTimings
+from uma_trio.daemon.serving.answer import Answer, State
 from uma_trio.daemon.serving.running import RunningSet
-from uma_trio.daemon.serving.sequence import Sequence, State
 from uma_trio.daemon.serving.waiting import WaitingQueue
 from uma_trio.engine_link.messages import ModelInfo
 from uma_trio.errors import DeadlineMissed, UmaError
@@ -61,7 +61,7 @@ MIN_SPAN_S: Final = 20.0
 
 @attrs.define
 class _Known:
-    """What was predicted for one sequence."""
+    """What was predicted for one answer."""
 
     n_reusable: int | None = None
     """Prompt tokens that it would have found in the KV cache when its forecast needed them first; ``None`` before."""
@@ -75,7 +75,7 @@ class _Known:
 
 @attrs.define(eq=False, kw_only=True)
 class Forecaster:
-    """Predicts when the sequences of one scheduler start and end."""
+    """Predicts when the answers of one scheduler start and end."""
 
     _running: RunningSet
     _waiting: WaitingQueue
@@ -84,8 +84,8 @@ class Forecaster:
     _limits: Scheduling
     _lengths: AnswerLengths = attrs.field(factory=AnswerLengths, init=False)
     _retries: places.RetrySchedule = attrs.field(factory=places.RetrySchedule, init=False)
-    _known: defaultdict[Sequence, _Known] = attrs.field(factory=lambda: defaultdict(_Known), init=False)
-    """What was predicted for sequences that have not ended."""
+    _known: defaultdict[Answer, _Known] = attrs.field(factory=lambda: defaultdict(_Known), init=False)
+    """What was predicted for answers that have not ended."""
     _arrived: deque[tuple[float, Load]] = attrs.field(factory=lambda: deque(maxlen=MAX_ARRIVALS), init=False)
     """When the last requests came, and what they were."""
     _mean: Load = attrs.field(default=SMALLEST, init=False)
@@ -101,9 +101,9 @@ class Forecaster:
     _room_until: float = attrs.field(default=-math.inf, init=False)
     """How long ``_room`` holds: a flood of refused requests does not have it computed for each."""
 
-    def arrived(self, sequence: Sequence) -> None:
+    def arrived(self, answer: Answer) -> None:
         """Learn from a request that has come, and was not refused."""
-        self._arrived.append((sequence.times.arrived_at, self._load(sequence)))
+        self._arrived.append((answer.times.arrived_at, self._load(answer)))
         self._mean = mean_load([load for _, load in self._arrived])
 
     def _arrivals(self) -> Arrivals | None:
@@ -113,18 +113,18 @@ class Forecaster:
         span_s = max(MIN_SPAN_S, trio.current_time() - self._arrived[0][0])
         return Arrivals(every_ms=1e3 * span_s / len(self._arrived) / self._pace, load=self._mean)
 
-    def ended(self, sequence: Sequence, reason: FinishReason | UmaError) -> None:
+    def ended(self, answer: Answer, reason: FinishReason | UmaError) -> None:
         """Learn from an answer that has ended: how long answers are, and how accurate predictions are."""
         ended_itself = not isinstance(reason, UmaError) and reason not in ("length", "cancelled")
-        self._lengths.record(len(sequence.tokens), ended_itself=ended_itself)
-        known = self._known.pop(sequence, _Known())
+        self._lengths.record(len(answer.tokens), ended_itself=ended_itself)
+        known = self._known.pop(answer, _Known())
         predicted, at = known.predicted, known.predicted_at
-        if predicted is None or sequence.times.first_token_at is None or sequence.times.ended_at is None:
+        if predicted is None or answer.times.first_token_at is None or answer.times.ended_at is None:
             return
         if predicted.queue_position:
-            self._learn(sequence.times.first_token_at - at, predicted.start_ms)
+            self._learn(answer.times.first_token_at - at, predicted.start_ms)
         elif (ended_itself or reason == "length") and not self._is_disturbed(at, predicted.end_ms):
-            self._learn(sequence.times.ended_at - at, predicted.end_ms)
+            self._learn(answer.times.ended_at - at, predicted.end_ms)
 
     def _is_disturbed(self, at: float, end_ms: float) -> bool:
         """Whether requests came after ``at``, or were expected: then the end tells less of the pace than of these."""
@@ -143,13 +143,13 @@ class Forecaster:
         """
         return min(MAX_PACE, max(1 / MAX_PACE, self._true_ms / max(1.0, self._predicted_ms)))
 
-    def report(self, service: Service) -> list[tuple[Sequence, DeadlineMissed]]:
+    def report(self, service: Service) -> list[tuple[Answer, DeadlineMissed]]:
         """Send forecasts to those who asked for them and have none yet, or one that has changed much.
 
         Call it when a request has come, and in every tick.  Mostly it does nothing.
 
         Returns:
-            New sequences that will miss their deadlines, each with the error that says so.
+            New answers that will miss their deadlines, each with the error that says so.
         """
         asking = {
             each: known for each in chain(self._running, self._waiting) if (known := self._asks(each)) is not None
@@ -163,15 +163,15 @@ class Forecaster:
         if is_update:
             self._reported_at = now
         predictions, late = self._predict(service), []
-        for sequence, known in asking.items():
+        for answer, known in asking.items():
             if known.predicted is not None and not is_update:
                 continue
-            found = predictions[sequence]
-            error = _missed(sequence, found, self._pace, now) if known.predicted is None else None
+            found = predictions[answer]
+            error = _missed(answer, found, self._pace, now) if known.predicted is None else None
             if error is not None:
-                late.append((sequence, error))
-            elif sequence.request.forecast:
-                _send(sequence, known, found, self._pace, now)
+                late.append((answer, error))
+            elif answer.request.forecast:
+                _send(answer, known, found, self._pace, now)
             else:
                 known.predicted, known.predicted_at = found, now
         took_s = trio.current_time() - now
@@ -191,28 +191,28 @@ class Forecaster:
         room_s, interval_s = (1e-3 * self._pace * ms for ms in self._room)
         return round(1e3 * self._retries.wait_s(now, room_s, interval_s))
 
-    def _asks(self, sequence: Sequence) -> _Known | None:
-        """What is known of ``sequence`` if it needs a forecast and has not started, otherwise ``None``.
+    def _asks(self, answer: Answer) -> _Known | None:
+        """What is known of ``answer`` if it needs a forecast and has not started, otherwise ``None``.
 
         One that has a place needs only one forecast, as does a deadline.
         """
-        if sequence.tokens or sequence.state is State.FINISHED:
+        if answer.tokens or answer.state is State.FINISHED:
             return None
-        known, wants = self._known[sequence], sequence.request.forecast
+        known, wants = self._known[answer], answer.request.forecast
         if known.predicted is None:
-            needs = wants or sequence.deadline_at < math.inf
+            needs = wants or answer.deadline_at < math.inf
         else:
             needs = wants and known.predicted.queue_position > 0
         return known if needs else None
 
-    def _reusable(self, sequence: Sequence) -> int:
-        """Tokens of ``sequence``, which waits, that are expected to be in the KV cache when it gets a place."""
-        known = self._known[sequence]
+    def _reusable(self, answer: Answer) -> int:
+        """Tokens of ``answer``, which waits, that are expected to be in the KV cache when it gets a place."""
+        known = self._known[answer]
         if known.n_reusable is None:
-            known.n_reusable = self._running.reusable(sequence)
+            known.n_reusable = self._running.reusable(answer)
         return known.n_reusable
 
-    def _predict(self, service: Service) -> dict[Sequence, Prediction]:
+    def _predict(self, service: Service) -> dict[Answer, Prediction]:
         running, waiting = [*self._running], self._waiting.in_order(service)
         found = self._forecast([*map(self._load, running)], [*map(self._load, waiting)], self._arrivals())
         return dict(zip([*running, *waiting], found, strict=True))
@@ -233,29 +233,29 @@ class Forecaster:
             running, waiting, places=room.free_sequences, cells=room.free_cells, speed=speed, arrivals=arrivals
         )
 
-    def _load(self, sequence: Sequence) -> Load:
-        n_tokens, allocation = len(sequence.tokens), sequence.allocation
-        decodes = sequence.state in (State.DECODE, State.FINISHED)
-        is_over = sequence.state is State.FINISHED
-        n_left = max(1, sequence.max_tokens - n_tokens)
-        n_expected = n_left if sequence.request.ignore_eos else self._lengths.expected(n_tokens, n_left)
-        n_there = self._reusable(sequence) if allocation is None else allocation.n_tokens
+    def _load(self, answer: Answer) -> Load:
+        n_tokens, allocation = len(answer.tokens), answer.allocation
+        decodes = answer.state in (State.DECODE, State.FINISHED)
+        is_over = answer.state is State.FINISHED
+        n_left = max(1, answer.max_tokens - n_tokens)
+        n_expected = n_left if answer.request.ignore_eos else self._lengths.expected(n_tokens, n_left)
+        n_there = self._reusable(answer) if allocation is None else allocation.n_tokens
         return Load(
-            prefill_tokens=0 if decodes else max(1, sequence.n_known - n_there),
+            prefill_tokens=0 if decodes else max(1, answer.n_known - n_there),
             answer_tokens=1 if is_over else n_expected,
             context_tokens=n_there,
-            cells=sequence.max_cells if allocation is None else allocation.own_cells,
-            due_ms=1e3 * (sequence.due_at - trio.current_time()),
-            target_itl_ms=sequence.target_itl_ms,
+            cells=answer.max_cells if allocation is None else allocation.own_cells,
+            due_ms=1e3 * (answer.due_at - trio.current_time()),
+            target_itl_ms=answer.target_itl_ms,
         )
 
 
-def _missed(sequence: Sequence, found: Prediction, pace: float, now: float) -> DeadlineMissed | None:
-    """The error for ``sequence`` if it is predicted to end after its deadline.
+def _missed(answer: Answer, found: Prediction, pace: float, now: float) -> DeadlineMissed | None:
+    """The error for ``answer`` if it is predicted to end after its deadline.
 
     It says when to come back, if the wait for others is what makes it late.
     """
-    left_ms, end_ms = 1e3 * (sequence.deadline_at - now), pace * found.end_ms
+    left_ms, end_ms = 1e3 * (answer.deadline_at - now), pace * found.end_ms
     if end_ms <= left_ms:
         return None
     waits = pace * (found.end_ms - found.place_ms) <= left_ms
@@ -269,7 +269,7 @@ def _missed(sequence: Sequence, found: Prediction, pace: float, now: float) -> D
     return error
 
 
-def _send(sequence: Sequence, known: _Known, found: Prediction, pace: float, now: float) -> None:
+def _send(answer: Answer, known: _Known, found: Prediction, pace: float, now: float) -> None:
     last, start_ms = known.sent, pace * found.start_ms
     if last is not None and last.queue_position == found.queue_position:
         moved_ms = abs(start_ms - last.start_ms + 1e3 * (now - known.predicted_at))
@@ -277,10 +277,10 @@ def _send(sequence: Sequence, known: _Known, found: Prediction, pace: float, now
             return
     known.predicted, known.predicted_at = found, now
     known.sent = Forecast(
-        id=sequence.request.id,
+        id=answer.request.id,
         queue_position=found.queue_position,
         start_ms=round(start_ms, 1),
         end_ms=round(pace * found.end_ms, 1),
-        index=sequence.index,
+        index=answer.index,
     )
-    sequence.sink.send(known.sent)
+    answer.sink.send(known.sent)

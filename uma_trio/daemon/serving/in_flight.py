@@ -9,7 +9,7 @@ import trio
 
 from uma_trio.daemon.engines.supervisor import SupervisedEngine
 from uma_trio.daemon.scheduling.lost_time import LostTime
-from uma_trio.daemon.serving.sequence import Sequence, State
+from uma_trio.daemon.serving.answer import Answer, State
 from uma_trio.daemon.serving.step import InFlightStep, PlannedStep, build_step
 from uma_trio.engine_link.messages import SubmittedStep
 
@@ -21,7 +21,7 @@ and the first token of the request comes a step earlier.  On an H200 loads of 8 
 class InFlightSteps:
     """At most two steps.
 
-    One that runs ahead can be revoked until it begins; one of background sequences can also be interrupted.  The engine
+    One that runs ahead can be revoked until it begins; one of background answers can also be interrupted.  The engine
     answers each of them, revoked ones included.
     """
 
@@ -63,9 +63,9 @@ class InFlightSteps:
 
     # -- steps that are withdrawn ---------------------------------------------------------------
 
-    def revoke_ahead(self, sequence: Sequence | None = None) -> None:
-        """Revoke the step that runs ahead, if there is one; with ``sequence``, only if it computes something of it."""
-        if self.ahead is not None and (sequence is None or self.ahead.row_of(sequence) is not None):
+    def revoke_ahead(self, answer: Answer | None = None) -> None:
+        """Revoke the step that runs ahead, if there is one; with ``answer``, only if it computes something of it."""
+        if self.ahead is not None and (answer is None or self.ahead.row_of(answer) is not None):
             self._revoke(self.ahead)
 
     def shorten(self) -> None:
@@ -81,7 +81,7 @@ class InFlightSteps:
         step = self.begun
         if step is None or not step.planned.gives_way:
             return
-        if any(sequence.state is State.FINISHED for sequence in step.rows):  # others may have what it computes
+        if any(answer.state is State.FINISHED for answer in step.rows):  # others may have what it computes
             return
         if self.lost_time.may_lose(1e3 * (trio.current_time() - step.began_at)):
             self._revoke(step)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections import abc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import msgspec
 
 from uma_trio.aici_link.messages import SequenceResult
 from uma_trio.daemon.answer.text import Split, TextAssembler
-from uma_trio.daemon.serving.controllers.sequences import control_of
+from uma_trio.daemon.serving.answer import Answer
+from uma_trio.daemon.serving.controllers.answers import control_of
 from uma_trio.daemon.serving.new_tokens import NewTokens, TokenToBytes
-from uma_trio.daemon.serving.sequence import Sequence
 from uma_trio.engine_link.sampling import NO_TOKEN, TokenLogprobs
 from uma_trio.errors import UmaError
 from uma_trio.protocol.controllers import Backtrack, ControllerOutput, StorageWrite
@@ -29,27 +28,27 @@ MAX_CHARACTER_BYTES: Final = 4
 """Longest character in UTF-8."""
 
 
-def send_prompt(sequence: Sequence) -> None:
+def send_prompt(answer: Answer) -> None:
     """Send the prompt's text, in front of everything else."""
-    if sequence.request.stream:
-        event = Token(id=sequence.request.id, text=sequence.prompt.text, echo=True, index=sequence.index)
-        sequence.sink.send(event)
+    if answer.request.stream:
+        event = Token(id=answer.request.id, text=answer.prompt.text, echo=True, index=answer.index)
+        answer.sink.send(event)
     else:
-        sequence.text.texts.append(sequence.prompt.text)
+        answer.text.texts.append(answer.prompt.text)
 
 
 def send_tokens(new: NewTokens, token_to_bytes: TokenToBytes) -> FinishReason | UmaError | None:
     """Send new tokens, up to one that completes a stop string, or the only call that the answer may have.
 
     Returns:
-        Why the sequence ends with them, if it does.
+        Why the answer ends with them, if it does.
     """
-    if new.sequence.control.exists:
+    if new.answer.control.exists:
         return _send_controlled(new, token_to_bytes)
     events: list[ServerEvent] = []
     reason = _add_events(events, new, token_to_bytes)
     if events:
-        new.sequence.sink.send(*events)
+        new.answer.sink.send(*events)
     return reason
 
 
@@ -57,7 +56,7 @@ def _add_events(
     events: list[ServerEvent], new: NewTokens, token_to_bytes: TokenToBytes
 ) -> FinishReason | UmaError | None:
     """Add the events of new tokens; see ``send_tokens``."""
-    sequence = new.sequence
+    answer = new.answer
     insertions = {each.after_tokens: (each, change) for change in new.changes for each in change.insertions}
     shown_from = 0
     for n, token in enumerate(new.tokens, 1):
@@ -66,45 +65,45 @@ def _add_events(
             insertion, change = insertions[at]
             if insertion.kind == "message":
                 shown_from = at + insertion.tokens
-                events += _end_of_message(sequence)
-                sequence.answer_message(shown_from, opens_reasoning=change.opens_reasoning)
-            events.append(Inserted(id=sequence.request.id, index=sequence.index, insertion=insertion))
+                events += _end_of_message(answer)
+                answer.answer_message(shown_from, opens_reasoning=change.opens_reasoning)
+            events.append(Inserted(id=answer.request.id, index=answer.index, insertion=insertion))
         if at < shown_from:
             continue
         score = new.scores[n - 1] if new.scores else None
         last = new.reason is not None and n == len(new.tokens)
-        _add_token(events, sequence, token, score, token_to_bytes, last=last)
-        assembler = sequence.text.assembler
+        _add_token(events, answer, token, score, token_to_bytes, last=last)
+        assembler = answer.text.assembler
         if assembler.has_ended:
             if assembler.matched is not None:
-                sequence.cut_at_stop(new.n_before + n, token_to_bytes)
+                answer.cut_at_stop(new.n_before + n, token_to_bytes)
             else:
-                del sequence.tokens[new.n_before + n :]
+                del answer.tokens[new.n_before + n :]
             return "stop"
     return new.reason
 
 
-def _end_of_message(sequence: Sequence) -> Iterator[ServerEvent]:
+def _end_of_message(answer: Answer) -> Iterator[ServerEvent]:
     """The events of what was held back of the text so far: a message of the user follows."""
-    split = sequence.text.assembler.finish()
+    split = answer.text.assembler.finish()
     if split.reasoning:
-        yield Reasoning(id=sequence.request.id, text=split.reasoning, index=sequence.index)
+        yield Reasoning(id=answer.request.id, text=split.reasoning, index=answer.index)
     if split.text:
-        yield Token(id=sequence.request.id, text=split.text, index=sequence.index)
+        yield Token(id=answer.request.id, text=split.text, index=answer.index)
 
 
 def _send_controlled(new: NewTokens, token_to_bytes: TokenToBytes) -> FinishReason | UmaError | None:
     """Send what was removed, then new tokens: an event for each, also for tokens without text."""
-    sequence, request, shown = new.sequence, new.sequence.request, new.sequence.text
-    assert sequence.index is not None
+    answer, request, shown = new.answer, new.answer.request, new.answer.text
+    assert answer.index is not None
     if new.n_removed:
         removed = "".join(shown.texts[new.n_before :])
         del shown.texts[new.n_before :], shown.logprobs[new.n_before :]
-        shown.assembler = assembler_after(sequence.tokens[: new.n_before], token_to_bytes)
+        shown.assembler = assembler_after(answer.tokens[: new.n_before], token_to_bytes)
         if request.stream:
-            sequence.sink.send(Backtrack(id=request.id, index=sequence.index, tokens=new.n_removed, text=removed))
+            answer.sink.send(Backtrack(id=request.id, index=answer.index, tokens=new.n_removed, text=removed))
     for n, token in enumerate(new.tokens):
-        text = "" if token in sequence.end_ids else shown.assembler.feed(token, token_to_bytes(token)).text
+        text = "" if token in answer.end_ids else shown.assembler.feed(token, token_to_bytes(token)).text
         if new.reason is not None and n == len(new.tokens) - 1:
             text += shown.assembler.finish().text
         shown.texts.append(text)
@@ -113,13 +112,13 @@ def _send_controlled(new: NewTokens, token_to_bytes: TokenToBytes) -> FinishReas
         if not request.stream:
             shown.logprobs.append(logprobs)
         elif new.by_controller:
-            sequence.sink.send(Token(id=request.id, text=text, token_id=token, index=sequence.index, inserted=True))
+            answer.sink.send(Token(id=request.id, text=text, token_id=token, index=answer.index, inserted=True))
         else:
-            sequence.sink.send(Token.of(request.id, text, token, logprobs, index=sequence.index))
+            answer.sink.send(Token.of(request.id, text, token, logprobs, index=answer.index))
     return new.reason
 
 
-def assembler_after(tokens: abc.Sequence[int], token_to_bytes: TokenToBytes) -> TextAssembler:
+def assembler_after(tokens: Sequence[int], token_to_bytes: TokenToBytes) -> TextAssembler:
     """An assembler that goes on after ``tokens``, whose text was sent."""
     tail: list[bytes] = []
     for token in reversed(tokens):
@@ -131,37 +130,37 @@ def assembler_after(tokens: abc.Sequence[int], token_to_bytes: TokenToBytes) -> 
     return assembler
 
 
-def send_rest(sequence: Sequence) -> None:
+def send_rest(answer: Answer) -> None:
     """Send what is left of the text of an answer that its controller has ended: bytes that are no whole character."""
-    text = sequence.text.assembler.finish().text
-    if text and sequence.request.stream:
-        sequence.sink.send(Token(id=sequence.request.id, text=text, index=sequence.index))
+    text = answer.text.assembler.finish().text
+    if text and answer.request.stream:
+        answer.sink.send(Token(id=answer.request.id, text=text, index=answer.index))
     elif text:
-        sequence.text.texts.append(text)
+        answer.text.texts.append(text)
 
 
-def send_controller_output(sequence: Sequence, result: SequenceResult[Any]) -> None:
+def send_controller_output(answer: Answer, result: SequenceResult[Any]) -> None:
     """Send what a controller has printed and written, and its error, if there is something.
 
     A controller may be asked again and again while its client does not read.  What it says meanwhile is kept, but only the
     end of it, and sent later.
     """
-    control = control_of(sequence)
+    control = control_of(answer)
     control.logs = (control.logs + result.logs)[-MAX_UNSENT_CHARACTERS:]
     control.writes = [*control.writes, *filter(None, map(_write, result.storage))][-MAX_UNSENT_WRITES:]
-    if sequence.sink.has_room or result.error:
-        send_unsent(sequence, result.error)
+    if answer.sink.has_room or result.error:
+        send_unsent(answer, result.error)
 
 
-def send_unsent(sequence: Sequence, error: str = "") -> None:
+def send_unsent(answer: Answer, error: str = "") -> None:
     """Send what ``send_controller_output`` has kept, if there is something."""
-    control = control_of(sequence)
-    assert sequence.index is not None
+    control = control_of(answer)
+    assert answer.index is not None
     if control.logs or control.writes or error:
-        sequence.sink.send(
+        answer.sink.send(
             ControllerOutput(
-                id=sequence.request.id,
-                index=sequence.index,
+                id=answer.request.id,
+                index=answer.index,
                 logs=control.logs or None,
                 storage=control.writes or None,
                 error=error or None,
@@ -194,7 +193,7 @@ class _StorageCommand(msgspec.Struct):
 
 def _add_token(
     events: list[ServerEvent],
-    sequence: Sequence,
+    answer: Answer,
     token: int,
     score: TokenLogprobs | None,
     token_to_bytes: TokenToBytes,
@@ -206,7 +205,7 @@ def _add_token(
     Args:
         last: nothing follows, so text that was held back is sent as well.
     """
-    is_end, shown = token in sequence.end_ids, sequence.text
+    is_end, shown = token in answer.end_ids, answer.text
     assembler = shown.assembler
     was_call = assembler.in_calls
     split = Split() if is_end else assembler.feed(token, token_to_bytes(token))
@@ -217,11 +216,11 @@ def _add_token(
     if is_end and not any(split):
         return
     logprobs = None if score is None else _logprobs(token, score, token_to_bytes)
-    if sequence.request.stream:
+    if answer.request.stream:
         if not is_call:
-            events += _text_events(sequence, token, split.reasoning, split.text, logprobs, is_reasoning=is_reasoning)
+            events += _text_events(answer, token, split.reasoning, split.text, logprobs, is_reasoning=is_reasoning)
         for delta in split.calls:
-            events.append(ToolCallDelta(id=sequence.request.id, index=sequence.index, **delta._asdict()))
+            events.append(ToolCallDelta(id=answer.request.id, index=answer.index, **delta._asdict()))
         return
     shown.texts.append(split.text)
     shown.reasoning_texts.append(split.reasoning)
@@ -230,10 +229,10 @@ def _add_token(
 
 
 def _text_events(
-    sequence: Sequence, token: int, reasoning: str, text: str, logprobs: Logprobs | None, *, is_reasoning: bool
+    answer: Answer, token: int, reasoning: str, text: str, logprobs: Logprobs | None, *, is_reasoning: bool
 ) -> list[ServerEvent]:
     """One event of a token, or two if the reasoning ends in the middle of it."""
-    name, index = sequence.request.id, sequence.index
+    name, index = answer.request.id, answer.index
     if is_reasoning:
         return [Reasoning.of(name, reasoning, token, logprobs, index=index)]
     shown: ServerEvent = Token.of(name, text, token, logprobs, index=index)

@@ -8,8 +8,7 @@ talks to the engine or waits.
 from __future__ import annotations
 
 import enum
-from collections import abc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Final
 
@@ -26,11 +25,11 @@ from uma_trio.daemon.scheduling.policy import Plan, plan, repeated
 from uma_trio.daemon.scheduling.tick import PolicyState, Tick
 from uma_trio.daemon.scheduling.timings import StepTimings
 from uma_trio.daemon.scheduling.view import Priority, SequenceView, foreground
+from uma_trio.daemon.serving.answer import Answer, State
 from uma_trio.daemon.serving.controllers.driver import ControllerDriver
 from uma_trio.daemon.serving.embedding import EmbeddingChunk, EmbeddingQueue
 from uma_trio.daemon.serving.offload import Offloader
 from uma_trio.daemon.serving.running import RunningSet
-from uma_trio.daemon.serving.sequence import Sequence, State
 from uma_trio.daemon.serving.speculation import Speculator, often_forced
 from uma_trio.daemon.serving.step import CompletedStep, InFlightStep, PlannedStep
 from uma_trio.daemon.serving.waiting import WaitingQueue
@@ -40,10 +39,10 @@ from uma_trio.engine_link.messages import ModelInfo
 from uma_trio.principal import Principal
 
 MASK_TIMEOUT_MS: Final = 10.0
-"""A sequence whose mask is not ready this long after the logits is left out, and computed again in a later step."""
+"""An answer whose mask is not ready this long after the logits is left out, and computed again in a later step."""
 
 LONG_MASK_TIMEOUT_MS: Final = 1000.0
-"""The same where that is impossible, because the memory cannot be truncated: then the sequence fails."""
+"""The same where that is impossible, because the memory cannot be truncated: then the answer fails."""
 
 
 MIN_UNMATCHED: Final = 8
@@ -54,20 +53,20 @@ class NoStep(enum.Enum):
     """Why there is no next step now."""
 
     NOTHING_READY = "nothing can be computed"
-    NO_SEQUENCE = "the step in flight computes no sequence"
+    NO_SEQUENCE = "the step in flight computes no answer"
     DRAFTS = "prompt lookup or a grammar may have draft tokens, or the draft model lacks a part of a prompt"
     UNKNOWN_DURATION = "a copy of a KV state or texts to embed wait, and the next plan must know how long they take"
     OUTLIER = "the last step was predicted badly, so a chunk of a prompt could delay all streams"
     CONTROLLER = "a controller says what is sampled next, or may say so before this step is complete"
-    SUSPECTS = "the sequence that makes the engine fail is searched, so what runs next depends on this step"
-    PREEMPTION = "a sequence loses its place to a request that waits, and the step in flight computes it"
-    CANNOT_TRUNCATE = "a prompt begins or goes on, and its sequence cannot be cut to what it turns out to hold"
+    SUSPECTS = "the answer that makes the engine fail is searched, so what runs next depends on this step"
+    PREEMPTION = "an answer loses its place to a request that waits, and the step in flight computes it"
+    CANNOT_TRUNCATE = "a prompt begins or goes on, and its answer cannot be cut to what it turns out to hold"
 
 
 class StepPlanner:
     """Plans the steps of one engine, one after another.
 
-    Its arguments change between two plans, and planning changes some of them: waiting sequences start to run, texts and KV
+    Its arguments change between two plans, and planning changes some of them: waiting answers start to run, texts and KV
     operations leave their queues, and the policy's state advances.  So a planned step must be submitted, or given back
     with ``undo``.
     """
@@ -82,7 +81,7 @@ class StepPlanner:
         waiting: WaitingQueue,
         embeddings: EmbeddingQueue,
         controllers: ControllerDriver,
-        bisection: CrashBisection[Sequence],
+        bisection: CrashBisection[Answer],
         speculator: Speculator,
     ) -> None:
         self._info = info
@@ -119,10 +118,10 @@ class StepPlanner:
         """The last request of ``principal`` has ended."""
         self._policy = self._policy.without(principal.name)
 
-    def ended(self, sequence: Sequence) -> None:
-        """``sequence`` has ended."""
-        self._bisection.discard(sequence)
-        self._speculator.ended(sequence)
+    def ended(self, answer: Answer) -> None:
+        """``answer`` has ended."""
+        self._bisection.discard(answer)
+        self._speculator.ended(answer)
 
     # -- the next step --------------------------------------------------------------------------
 
@@ -144,28 +143,28 @@ class StepPlanner:
             embedding = self._next_chunk(urgent, prefills)
         if embedding is not None:
             starts_at += embedding.predicted_ms / 1e3
-        sequences: Mapping[int, Sequence] = self._running.by_seq_id()
-        look_ahead = not prefills and often_forced([sequences[view.seq_id] for view in decodes])
-        chosen, sequences = self._settle(self._plan(decodes, prefills, starts_at), sequences)
-        draft_inputs = self._speculator.inputs(chosen, sequences)
+        answers: Mapping[int, Answer] = self._running.by_seq_id()
+        look_ahead = not prefills and often_forced([answers[view.seq_id] for view in decodes])
+        chosen, answers = self._settle(self._plan(decodes, prefills, starts_at), answers)
+        draft_inputs = self._speculator.inputs(chosen, answers)
         if self._speculator.has_model and not draft_inputs:
-            draft_inputs, draft_ms = self._speculator.catch_up(chosen, sequences)
+            draft_inputs, draft_ms = self._speculator.catch_up(chosen, answers)
             chosen = attrs.evolve(chosen, predicted_ms=chosen.predicted_ms + draft_ms)
-        ops: abc.Sequence[KvOp] = self._cache.take_ops()
+        ops: Sequence[KvOp] = self._cache.take_ops()
         if transfer is not None:
             ops = (*ops, transfer.op)
         if not chosen.decodes and not chosen.chunks and not ops and embedding is None:
             return NoStep.NOTHING_READY
-        gives_way = transfer is None and embedding is None and not draft_inputs and self._gives_way(chosen, sequences)
+        gives_way = transfer is None and embedding is None and not draft_inputs and self._gives_way(chosen, answers)
         if embedding is not None:
             service = chosen.state.service.charged(embedding.costs())
             chosen = attrs.evolve(chosen, state=attrs.evolve(chosen.state, service=service))
         elif not (ops or prefills or gives_way):
-            chosen = self._repeated(chosen, sequences, starts_at)
+            chosen = self._repeated(chosen, answers, starts_at)
         before, self._policy = self._policy, chosen.state
         return PlannedStep(
             plan=chosen,
-            sequences=sequences,
+            answers=answers,
             ops=ops,
             policy_before=before,
             mask_timeout_ms=self._mask_timeout_ms,
@@ -187,16 +186,16 @@ class StepPlanner:
         self._admit(may_preempt=False)
         self._timings.attention = self._attention(step)
         decodes, prefills = step.views_after(chain(*self._running.begin_plan(step.rows)))
-        sequences: Mapping[int, Sequence] = self._running.by_seq_id()
+        answers: Mapping[int, Answer] = self._running.by_seq_id()
         if prefills:
             if self.last_was_outlier:
                 return NoStep.OUTLIER
         else:
-            streams = [sequences[view.seq_id] for view in decodes]
+            streams = [answers[view.seq_id] for view in decodes]
             if self._speculator.depends_on_tokens(streams):
                 return NoStep.DRAFTS
             if self._speculator.looks_at(streams):
-                decodes = [self._speculator.with_drafts(view, sequences[view.seq_id], step) for view in decodes]
+                decodes = [self._speculator.with_drafts(view, answers[view.seq_id], step) for view in decodes]
         chosen = self._plan(decodes, prefills, step.completed_at)
         if chosen.drafts and any(
             n and not view.drafts_by_model for view, n in zip(chosen.decodes, chosen.drafts, strict=True)
@@ -204,16 +203,16 @@ class StepPlanner:
             return NoStep.DRAFTS
         if not chosen.decodes and not chosen.chunks:
             return NoStep.NOTHING_READY
-        chosen, sequences = self._settle(chosen, sequences, step)
-        draft_inputs = self._speculator.inputs(chosen, sequences) if chosen.drafts else ()
-        gives_way = not draft_inputs and self._gives_way(chosen, sequences)
+        chosen, answers = self._settle(chosen, answers, step)
+        draft_inputs = self._speculator.inputs(chosen, answers) if chosen.drafts else ()
+        gives_way = not draft_inputs and self._gives_way(chosen, answers)
         ops = self._cache.take_ops(in_flight=True)
         if not (ops or prefills or gives_way):
-            chosen = self._repeated(chosen, sequences, step.completed_at, step)
+            chosen = self._repeated(chosen, answers, step.completed_at, step)
         before, self._policy = self._policy, chosen.state
         return PlannedStep(
             plan=chosen,
-            sequences=sequences,
+            answers=answers,
             ops=ops,
             policy_before=before,
             mask_timeout_ms=self._mask_timeout_ms,
@@ -225,7 +224,7 @@ class StepPlanner:
         """Learn from a step what the next plan must know."""
         rows = completed.step.rows
         self._speculator.completed(completed)
-        self._bisection.step_completed({sequence: row.end for sequence, row in rows.items()})
+        self._bisection.step_completed({answer: row.end for answer, row in rows.items()})
         self.last_was_outlier = completed.is_outlier
 
     def undo(self, planned: PlannedStep, *, began: bool = False) -> None:
@@ -268,60 +267,58 @@ class StepPlanner:
 
     @property
     def preempts_at(self) -> float:
-        """When a running sequence will lose its place, on trio's clock; infinite if none will."""
+        """When a running answer will lose its place, on trio's clock; infinite if none will."""
         return self._waiting.preempts_at(self._policy.service)
 
     def preempt(self) -> None:
-        """Let sequences lose their places whose turn has ended, or whose copies have; no step is in flight."""
+        """Let answers lose their places whose turn has ended, or whose copies have; no step is in flight."""
         if self._running.is_copying or self.preempts_at <= trio.current_time():
             self._admit(may_preempt=True)
 
     def _admit(self, *, may_preempt: bool) -> None:
-        for sequence in self._waiting.admit(self._policy.service, may_preempt=may_preempt):
-            if sequence.control.exists:
-                self._controllers.preempted(sequence)
-            self._speculator.preempted(sequence)
-            self._bisection.discard(sequence)
+        for answer in self._waiting.admit(self._policy.service, may_preempt=may_preempt):
+            if answer.control.exists:
+                self._controllers.preempted(answer)
+            self._speculator.preempted(answer)
+            self._bisection.discard(answer)
 
     def _views(self) -> tuple[list[SequenceView], list[SequenceView]]:
         """What the next step can decode and prefill, if none is in flight; by sequence id."""
         decodes, prefills = self._running.begin_plan()
         if self._bisection.is_active:
             suspects = self._bisection.current({*decodes, *prefills})
-            decodes = [sequence for sequence in decodes if not suspects or sequence in suspects]
-            prefills = [sequence for sequence in prefills if not suspects or sequence in suspects]
+            decodes = [answer for answer in decodes if not suspects or answer in suspects]
+            prefills = [answer for answer in prefills if not suspects or answer in suspects]
         looks_at_all = self._speculator.looks_at(decodes)
-        views = [sequence.view() for sequence in decodes]
+        views = [answer.view() for answer in decodes]
         return (
             [
-                self._speculator.with_drafts(view, sequence) if looks_at_all or sequence.speculation.forced else view
-                for view, sequence in zip(views, decodes, strict=True)
+                self._speculator.with_drafts(view, answer) if looks_at_all or answer.speculation.forced else view
+                for view, answer in zip(views, decodes, strict=True)
             ],
-            [sequence.view(pause=self._pause_of(sequence)) for sequence in prefills],
+            [answer.view(pause=self._pause_of(answer)) for answer in prefills],
         )
 
-    def _gives_way(self, chosen: Plan, sequences: Mapping[int, Sequence]) -> bool:
-        """Whether a step without anything else may be interrupted: it computes background sequences, and can be undone."""
+    def _gives_way(self, chosen: Plan, answers: Mapping[int, Answer]) -> bool:
+        """Whether a step without anything else may be interrupted: it computes background answers, and can be undone."""
         if not (self._info.can_truncate and self._info.state_can_truncate):
             return False
         seq_ids = [*[view.seq_id for view in chosen.decodes], *[chunk.seq_id for chunk in chosen.chunks]]
-        computed = [sequences[seq_id] for seq_id in seq_ids]
+        computed = [answers[seq_id] for seq_id in seq_ids]
         return all(
             each.priority is Priority.BACKGROUND and not each.control.exists and not each.prompt.media
             for each in computed
         )
 
-    def _pause_of(self, sequence: Sequence) -> int:
-        assert sequence.allocation is not None
-        return self._cache.next_pause(sequence.allocation)
+    def _pause_of(self, answer: Answer) -> int:
+        assert answer.allocation is not None
+        return self._cache.next_pause(answer.allocation)
 
-    def _next_chunk(
-        self, decodes: abc.Sequence[SequenceView], prefills: abc.Sequence[SequenceView]
-    ) -> EmbeddingChunk | None:
+    def _next_chunk(self, decodes: Sequence[SequenceView], prefills: Sequence[SequenceView]) -> EmbeddingChunk | None:
         """The texts that the next step embeds, in the time that streams leave.  Prompts get half of that time."""
         had_chunk, self._had_chunk = self._had_chunk, False
         if not self._embeddings.is_ready or (self._bisection.is_active and (decodes or prefills)):
-            return None  # after a crash, texts and sequences are suspected separately
+            return None  # after a crash, texts and answers are suspected separately
         time_ms = self._limits.prefill_tick_ms
         if decodes:
             time_ms = 1e3 * (min([view.due_s for view in decodes]) - trio.current_time())
@@ -334,9 +331,7 @@ class StepPlanner:
         self._had_chunk = chunk is not None
         return chunk
 
-    def _plan(
-        self, decodes: abc.Sequence[SequenceView], prefills: abc.Sequence[SequenceView], starts_at: float
-    ) -> Plan:
+    def _plan(self, decodes: Sequence[SequenceView], prefills: Sequence[SequenceView], starts_at: float) -> Plan:
         return plan(
             Tick(
                 decodes,
@@ -356,7 +351,7 @@ class StepPlanner:
         )
 
     def _repeated(
-        self, chosen: Plan, sequences: Mapping[int, Sequence], starts_at: float, in_flight: InFlightStep | None = None
+        self, chosen: Plan, answers: Mapping[int, Answer], starts_at: float, in_flight: InFlightStep | None = None
     ) -> Plan:
         """``chosen``, which computes no prompt, with several passes if that is quick and nothing comes between them."""
         longest_ms = self._limits.multi_step_ms
@@ -364,7 +359,7 @@ class StepPlanner:
             return chosen
         if self._speculator.has_model or self._controllers or self._bisection.is_active or not self._info.can_truncate:
             return chosen
-        most = min([_max_passes(sequences[view.seq_id], in_flight) for view in chosen.decodes])
+        most = min([_max_passes(answers[view.seq_id], in_flight) for view in chosen.decodes])
         due_ms = 1e3 * (min([view.due_s for view in chosen.decodes]) - starts_at)
         return repeated(chosen, most, min(longest_ms, due_ms))
 
@@ -381,26 +376,26 @@ class StepPlanner:
         return Attention(scan, self._cache.cells_scanned(n))
 
     def _fillers(self) -> Mapping[int, int]:
-        """See ``Tick.fillers``.  No sequence holds more than a request may have: a model may know no position beyond that."""
+        """See ``Tick.fillers``.  No answer holds more than a request may have: a model may know no position beyond that."""
         return self._cache.lengths_below(self._info.max_request_tokens) if self._info.fills_gaps else NO_FILLERS
 
     def _settle(
-        self, chosen: Plan, sequences: Mapping[int, Sequence], in_flight: InFlightStep | None = None
-    ) -> tuple[Plan, Mapping[int, Sequence]]:
-        """Move the sequences whose prefill begins to the sequence ids that suit best.
+        self, chosen: Plan, answers: Mapping[int, Answer], in_flight: InFlightStep | None = None
+    ) -> tuple[Plan, Mapping[int, Answer]]:
+        """Move the answers whose prefill begins to the sequence ids that suit best.
 
         Returns:
-            The plan with those ids, and the sequences by them.
+            The plan with those ids, and the answers by them.
         """
         if not chosen.chunks:
-            return chosen, sequences
+            return chosen, answers
         chunks = []
         for chunk in chosen.chunks:
-            sequence = sequences[chunk.seq_id]
-            if not sequence.n_computed and (in_flight is None or in_flight.row_of(sequence) is None):
-                self._running.settle(sequence)
-            assert sequence.allocation is not None
-            chunks.append(attrs.evolve(chunk, seq_id=sequence.allocation.seq_id))
+            answer = answers[chunk.seq_id]
+            if not answer.n_computed and (in_flight is None or in_flight.row_of(answer) is None):
+                self._running.settle(answer)
+            assert answer.allocation is not None
+            chunks.append(attrs.evolve(chunk, seq_id=answer.allocation.seq_id))
         return attrs.evolve(chosen, chunks=tuple(chunks)), self._running.by_seq_id()
 
     @property
@@ -408,13 +403,13 @@ class StepPlanner:
         return MASK_TIMEOUT_MS if self._info.can_truncate else LONG_MASK_TIMEOUT_MS
 
 
-def _max_passes(sequence: Sequence, in_flight: InFlightStep | None) -> int:
-    """How many tokens of ``sequence`` may be sampled in a row, after the step in flight, before the daemon must know them."""
-    sampling = sequence.sampling
-    if sampling.grammar is not None or sampling.params.is_adaptive or sequence.speculation.forced:
+def _max_passes(answer: Answer, in_flight: InFlightStep | None) -> int:
+    """How many tokens of ``answer`` may be sampled in a row, after the step in flight, before the daemon must know them."""
+    sampling = answer.sampling
+    if sampling.grammar is not None or sampling.params.is_adaptive or answer.speculation.forced:
         return 1
-    lookup = sequence.speculation.lookup
+    lookup = answer.speculation.lookup
     if lookup is not None and lookup.n_unmatched < MIN_UNMATCHED:
         return 1
-    row = None if in_flight is None else in_flight.row_of(sequence)
-    return sequence.n_free - (0 if row is None else row.n_samples)
+    row = None if in_flight is None else in_flight.row_of(answer)
+    return answer.n_free - (0 if row is None else row.n_samples)

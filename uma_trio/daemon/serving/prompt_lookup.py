@@ -19,7 +19,7 @@ ACCEPTANCE_WEIGHT: Final = 0.15
 
 
 class PromptLookup:
-    """The tokens of one sequence, with an index of the last occurrence of each n-gram.
+    """The tokens of one answer, with an index of the last occurrence of each n-gram.
 
     Args:
         tokens: the prompt.
@@ -39,7 +39,7 @@ class PromptLookup:
         """Number of tokens when there was a match last; at first 0."""
 
     def draft(self, n: int) -> Sequence[int]:
-        """Return at most ``n`` draft tokens.  A draft that reaches the end of the sequence starts over."""
+        """Return at most ``n`` draft tokens.  A draft that reaches the end of the answer starts over."""
         if self._position is None:
             return ()
         found = self._tokens[self._position : self._position + n]

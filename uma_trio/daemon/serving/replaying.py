@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from uma_trio.daemon.serving.sequence import Sequence
+from uma_trio.daemon.serving.answer import Answer
 from uma_trio.protocol.parameters import BUILT_IN, PARAMETERS
 from uma_trio.telemetry.perf_records import Replay
 
@@ -27,11 +27,11 @@ OF_THE_REQUEST = (
 """Fields that decide tokens next to the sampling parameters, and that a replay sends again."""
 
 
-def replay_of(sequence: Sequence, kept: Kept) -> Replay | None:
-    """What decided the tokens of ``sequence``; ``None`` if nothing is to be kept."""
+def replay_of(answer: Answer, kept: Kept) -> Replay | None:
+    """What decided the tokens of ``answer``; ``None`` if nothing is to be kept."""
     if kept == "off":
         return None
-    request, params, grammar = sequence.request, sequence.sampling.params, sequence.sampling.grammar
+    request, params, grammar = answer.request, answer.sampling.params, answer.sampling.grammar
     values = {row.name: getattr(params, row.name) for row in PARAMETERS}
     sampling: dict[str, Any] = {name: value for name, value in values.items() if value != BUILT_IN[name]}
     if not params.greedy:
@@ -39,26 +39,26 @@ def replay_of(sequence: Sequence, kept: Kept) -> Replay | None:
     rules: dict[str, Any] = {
         name: value for name in OF_THE_REQUEST if (value := getattr(request, name)) not in (None, [], {}, False)
     }
-    rules["max_tokens"] = sequence.max_tokens
+    rules["max_tokens"] = answer.max_tokens
     plain = msgspec.to_builtins(rules, str_keys=True)
-    inexact = _why_inexact(sequence)
+    inexact = _why_inexact(answer)
     found = Replay(
-        prompt_hash=hash_of(sequence.prompt.tokens),
-        answer_hash=hash_of(sequence.tokens),
+        prompt_hash=hash_of(answer.prompt.tokens),
+        answer_hash=hash_of(answer.tokens),
         rules_hash=hashlib.sha256(
-            msgspec.json.encode([plain, sequence.adapters.key, grammar and grammar.key], order="sorted")
+            msgspec.json.encode([plain, answer.adapters.key, grammar and grammar.key], order="sorted")
         ).hexdigest(),
         sampling=sampling,
-        adapters=[sequence.adapters.key] if sequence.adapters.key else [],
-        cached_tokens=sequence.n_cached,
-        steps_alone=sequence.n_steps[0],
-        steps_shared=sequence.n_steps[1],
+        adapters=[answer.adapters.key] if answer.adapters.key else [],
+        cached_tokens=answer.n_cached,
+        steps_alone=answer.n_steps[0],
+        steps_shared=answer.n_steps[1],
         inexact=inexact,
     )
     if kept == "prompts":
-        found.answer = [*sequence.tokens]
+        found.answer = [*answer.tokens]
         if not inexact:
-            found.fields = {**plain, **values, "seed": params.seed, "prompt": sequence.prompt.tokens.tolist()}
+            found.fields = {**plain, **values, "seed": params.seed, "prompt": answer.prompt.tokens.tolist()}
     return found
 
 
@@ -67,13 +67,13 @@ def hash_of(tokens: Iterable[int]) -> str:
     return hashlib.sha256(np.fromiter(tokens, "<i4").tobytes()).hexdigest()
 
 
-def _why_inexact(sequence: Sequence) -> str:
+def _why_inexact(answer: Answer) -> str:
     """Why a request with the tokens of the prompt does not compute the same; empty if it does."""
     reasons = {
-        "a controller made it": sequence.control.exists,
-        "it has pictures": bool(sequence.prompt.media),
-        "tools decide what may follow": sequence.prompt.calling is not None,
-        "its reasoning was limited": sequence.bounds.budget is not None,
-        "it was changed while it was written": sequence.bounds.was_steered,
+        "a controller made it": answer.control.exists,
+        "it has pictures": bool(answer.prompt.media),
+        "tools decide what may follow": answer.prompt.calling is not None,
+        "its reasoning was limited": answer.bounds.budget is not None,
+        "it was changed while it was written": answer.bounds.was_steered,
     }
     return ", ".join([reason for reason, holds in reasons.items() if holds])

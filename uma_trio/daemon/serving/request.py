@@ -1,4 +1,4 @@
-"""Makes sequences from the fields of a request, or refuses what the model or the server cannot serve.
+"""Makes answers from the fields of a request, or refuses what the model or the server cannot serve.
 
 Everything here happens before any work, and every refusal has the numbers.
 """
@@ -16,9 +16,9 @@ import trio
 from uma_trio.config import Config
 from uma_trio.daemon.prompts.prompt import Prompt, fit_prompt, tokens_to_generate
 from uma_trio.daemon.scheduling.view import Priority
+from uma_trio.daemon.serving.answer import Answer, EventSink, TokenLog
+from uma_trio.daemon.serving.answer_parts import AnswerSampling, TokenTimes
 from uma_trio.daemon.serving.controllers.state import ControlledRequest
-from uma_trio.daemon.serving.sequence import EventSink, Sequence, TokenLog
-from uma_trio.daemon.serving.sequence_parts import AnswerSampling, TokenTimes
 from uma_trio.daemon.serving.token_history import TokenHistory
 from uma_trio.engine_link.adapters import NO_ADAPTERS, AdapterSet, adapter_set
 from uma_trio.engine_link.messages import ModelInfo
@@ -50,8 +50,8 @@ class PreparedRequest:
     """When it is to be complete, on trio's clock."""
 
 
-def admit(prepared: PreparedRequest, info: ModelInfo, config: Config, *, saves_states: bool = False) -> list[Sequence]:
-    """The sequences of a request that has just arrived: one for each of its ``n`` answers.
+def admit(prepared: PreparedRequest, info: ModelInfo, config: Config, *, saves_states: bool = False) -> list[Answer]:
+    """The answers of a request that has just arrived: one for each of its ``n``.
 
     Args:
         saves_states: what a session leaves in the KV cache is saved before its cells go.
@@ -73,7 +73,7 @@ def admit(prepared: PreparedRequest, info: ModelInfo, config: Config, *, saves_s
     params = [SamplingParams(**{**values, "seed": (seed + index) % 2**63}) for index in range(request.n)]
     now = trio.current_time()
     return [
-        Sequence(
+        Answer(
             request=request,
             index=index if request.n > 1 else None,
             prompt=prompt,

@@ -1,10 +1,9 @@
-"""The sequences that have a place in the KV cache: what they find there, and what the next step can compute of them."""
+"""The answers that have a place in the KV cache: what they find there, and what the next step can compute of them."""
 
 from __future__ import annotations
 
 import math
-from collections import abc
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from operator import attrgetter
 
 import numpy as np
@@ -17,8 +16,8 @@ from uma_trio.daemon.kv.offload_index import SavedState
 from uma_trio.daemon.kv.pool import KvMemory
 from uma_trio.daemon.scheduling import places
 from uma_trio.daemon.scheduling.timings import StepTimings
+from uma_trio.daemon.serving.answer import Answer, State
 from uma_trio.daemon.serving.offload import Offloader
-from uma_trio.daemon.serving.sequence import Sequence, State
 from uma_trio.engine_link.attention import AttentionScan
 from uma_trio.engine_link.messages import ModelInfo
 from uma_trio.engine_link.tokens import TokenIds
@@ -46,7 +45,7 @@ def cache_for(info: ModelInfo, timings: StepTimings, *, reuse: bool) -> KvCache:
 
 
 class RunningSet:
-    """The sequences that have a place in the KV cache.
+    """The answers that have a place in the KV cache.
 
     Args:
         offloader: is asked to save what must go to make room, and to load what a prompt can use.
@@ -56,152 +55,152 @@ class RunningSet:
         self.cache = cache
         self.offloader = offloader
         self._telemetry = telemetry
-        self._sequences: dict[Allocation, Sequence] = {}
+        self._answers: dict[Allocation, Answer] = {}
         self._leaving: list[Allocation] = []
-        """Sequences that lose their places together, after the last copy of one of them."""
+        """Answers that lose their places together, after the last copy of one of them."""
         self._n_copying = 0
         self._copies: dict[Allocation, SavedState] = {}
         """The copies that are complete."""
 
     def __len__(self) -> int:
-        return len(self._sequences)
+        return len(self._answers)
 
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._sequences.values())
+    def __iter__(self) -> Iterator[Answer]:
+        return iter(self._answers.values())
 
-    def __contains__(self, sequence: Sequence) -> bool:
-        return sequence.allocation in self._sequences
+    def __contains__(self, answer: Answer) -> bool:
+        return answer.allocation in self._answers
 
-    def by_seq_id(self) -> dict[int, Sequence]:
-        """The sequences by the ids that a plan names them by."""
-        return {allocation.seq_id: sequence for allocation, sequence in self._sequences.items()}
+    def by_seq_id(self) -> dict[int, Answer]:
+        """The answers by the ids that a plan names them by."""
+        return {allocation.seq_id: answer for allocation, answer in self._answers.items()}
 
-    def allocate(self, sequence: Sequence) -> bool:
-        """Reserve all the cells that ``sequence`` can need, if there are as many."""
-        place = sequence.place
-        new = self.cache.allocate(_allocation_of(sequence), place.parked)
+    def allocate(self, answer: Answer) -> bool:
+        """Reserve all the cells that ``answer`` can need, if there are as many."""
+        place = answer.place
+        new = self.cache.allocate(_allocation_of(answer), place.parked)
         if new is None:
             self.offloader.check_for_work()  # something may have to be saved to make room
             return False
-        sequence.allocation = allocation = new.allocation
-        sequence.state = State.PREFILL
+        answer.allocation = allocation = new.allocation
+        answer.state = State.PREFILL
         place.begin(trio.current_time())
         if place.was_preempted:
-            sequence.due_at = place.placed_at + sequence.target_itl_ms / 1e3
-        times = sequence.times
+            answer.due_at = place.placed_at + answer.target_itl_ms / 1e3
+        times = answer.times
         if times.admitted_at is None:
             times.admitted_at = place.placed_at
             self._telemetry.record_admission(1e3 * (times.admitted_at - times.arrived_at))
-        self._sequences[allocation] = sequence
-        if sequence.log is not None:
-            sequence.log.attempt()
+        self._answers[allocation] = answer
+        if answer.log is not None:
+            answer.log.attempt()
         if not place.was_preempted:
-            sequence.comparison = new.comparison
+            answer.comparison = new.comparison
         if not new.waits:
-            self._start_prefill(sequence, new.n_cached)
+            self._start_prefill(answer, new.n_cached)
         if new.saved is not None:
             self.offloader.swap_in(allocation, new.saved)
         if new.saved is place.parked:
             place.parked = None  # goes when it is loaded
-        self.unpark(sequence)
+        self.unpark(answer)
         return True
 
-    def reusable(self, sequence: Sequence) -> int:
-        """Tokens that ``sequence``, which waits, would find in the KV cache or in a saved state now."""
-        return self.cache.reusable(_allocation_of(sequence))
+    def reusable(self, answer: Answer) -> int:
+        """Tokens that ``answer``, which waits, would find in the KV cache or in a saved state now."""
+        return self.cache.reusable(_allocation_of(answer))
 
-    def share_prefix(self, sequence: Sequence) -> None:
-        """Let ``sequence``, of which nothing is computed, begin with what the KV cache has of its known tokens."""
-        assert sequence.allocation is not None
-        self.cache.share_prefix(sequence.allocation, _known_tokens(sequence))
-        if sequence.n_computed:
-            self._start_prefill(sequence, sequence.n_computed)
+    def share_prefix(self, answer: Answer) -> None:
+        """Let ``answer``, of which nothing is computed, begin with what the KV cache has of its known tokens."""
+        assert answer.allocation is not None
+        self.cache.share_prefix(answer.allocation, _known_tokens(answer))
+        if answer.n_computed:
+            self._start_prefill(answer, answer.n_computed)
         else:
-            sequence.report_prefill(0)
-        sequence.go_on()
+            answer.report_prefill(0)
+        answer.go_on()
 
-    def allocate_forks(self, sequence: Sequence, n: int) -> list[Allocation] | None:
-        """Copy what ``sequence`` has computed for ``n`` forks, if there is room for all of them."""
-        assert sequence.allocation is not None
-        allocations = self.cache.fork(sequence.allocation, n, sequence.max_cells)
+    def allocate_forks(self, answer: Answer, n: int) -> list[Allocation] | None:
+        """Copy what ``answer`` has computed for ``n`` forks, if there is room for all of them."""
+        assert answer.allocation is not None
+        allocations = self.cache.fork(answer.allocation, n, answer.max_cells)
         if allocations is None:
             self.offloader.check_for_work()  # something may have to be saved to make room
         return allocations
 
-    def begin_forks(self, forks: abc.Sequence[Sequence], allocations: abc.Sequence[Allocation]) -> None:
+    def begin_forks(self, forks: Sequence[Answer], allocations: Sequence[Allocation]) -> None:
         """Let ``forks`` run, in the places that were allocated for them."""
         for fork, allocation in zip(forks, allocations, strict=True):
             fork.allocation = allocation
             fork.place.begin(trio.current_time())
-            self._sequences[allocation] = fork
+            self._answers[allocation] = fork
             fork.go_on()
 
-    def why_no_fork(self, sequence: Sequence, n: int) -> str | None:
-        """Why ``n`` forks of ``sequence`` are not allowed, or can never have room; ``None``: they are, and can."""
-        assert sequence.allocation is not None
+    def why_no_fork(self, answer: Answer, n: int) -> str | None:
+        """Why ``n`` forks of ``answer`` are not allowed, or can never have room; ``None``: they are, and can."""
+        assert answer.allocation is not None
         if n >= self.cache.memory.n_sequences:
             return f"this daemon computes {self.cache.memory.n_sequences} sequences at a time (--parallel)"
-        principal, most = sequence.principal, sequence.principal.max_requests
+        principal, most = answer.principal, answer.principal.max_requests
         now = sum([other.principal.name == principal.name for other in self])
         if most is not None and now + n > most:
             return f"{principal.name} has {now} answers in flight and may have {most}"
-        cells = sequence.allocation.reserved + self.cache.cells_to_fork(sequence.allocation, n, sequence.max_cells)
+        cells = answer.allocation.reserved + self.cache.cells_to_fork(answer.allocation, n, answer.max_cells)
         n_cells = self.cache.memory.n_cells
         if cells > n_cells:
             return f"they could need {cells} cells of the KV cache, which has {n_cells}; ask with a smaller max_tokens"
         return None
 
-    def settle(self, sequence: Sequence) -> None:
-        """Move ``sequence``, of which nothing is computed or in flight, to the sequence id that suits best."""
-        assert sequence.allocation is not None
-        self.cache.settle(sequence.allocation)
+    def settle(self, answer: Answer) -> None:
+        """Move ``answer``, of which nothing is computed or in flight, to the sequence id that suits best."""
+        assert answer.allocation is not None
+        self.cache.settle(answer.allocation)
 
-    def begin_plan(self, in_flight: Container[Sequence] = ()) -> tuple[list[Sequence], list[Sequence]]:
+    def begin_plan(self, in_flight: Container[Answer] = ()) -> tuple[list[Answer], list[Answer]]:
         """Bring all places up to date before a step is planned, and find what it can compute.
 
-        Sequences whose saved states are loaded now begin, and so do those whose leaders stall.  Each place notes what its
-        sequence has got back, and whether its client reads.
+        Answers whose saved states are loaded now begin, and so do those whose leaders stall.  Each place notes what its
+        answer has got back, and whether its client reads.
 
         Args:
-            in_flight: the sequences that a step in flight computes.
+            in_flight: the answers that a step in flight computes.
 
         Returns:
-            Sequences that the step can decode, and those that it can prefill; by sequence id.
+            Answers that the step can decode, and those that it can prefill; by sequence id.
         """
         for allocation, state in self.offloader.take_swapped_in():
             if self.cache.offload.restored(allocation, state):
-                self._start_prefill(self._sequences[allocation], allocation.n_tokens)
+                self._start_prefill(self._answers[allocation], allocation.n_tokens)
         decodes, prefills, stalled = [], [], []
         now = trio.current_time()
-        for allocation in sorted(self._sequences, key=attrgetter("seq_id")):
-            sequence = self._sequences[allocation]
-            if sequence.state is State.FINISHED:
+        for allocation in sorted(self._answers, key=attrgetter("seq_id")):
+            answer = self._answers[allocation]
+            if answer.state is State.FINISHED:
                 continue
-            place = sequence.place
+            place = answer.place
             if place.was_preempted:
-                place.note_progress(now, sequence.n_computed)
+                place.note_progress(now, answer.n_computed)
             if allocation in self._leaving:
                 stalled.append(allocation.seq_id)
                 continue
-            has_room = sequence.sink.has_room
-            if has_room or sequence in in_flight:  # its next token was not held up yet
+            has_room = answer.sink.has_room
+            if has_room or answer in in_flight:  # its next token was not held up yet
                 place.stalled_at = math.inf
             else:
-                sequence.times.paused = True
+                answer.times.paused = True
                 place.stalled_at = min(place.stalled_at, now)
-            goes_on = has_room and sequence in in_flight and sequence.control.may_run_ahead
-            if not goes_on and not self._is_ready(sequence):
+            goes_on = has_room and answer in in_flight and answer.control.may_run_ahead
+            if not goes_on and not self._is_ready(answer):
                 stalled.append(allocation.seq_id)  # it may wait long for its client or its controller
-            elif sequence.state is State.DECODE:
-                decodes.append(sequence)
-            elif not sequence.is_blocked:
-                prefills.append(sequence)
+            elif answer.state is State.DECODE:
+                decodes.append(answer)
+            elif not answer.is_blocked:
+                prefills.append(answer)
         if self.cache.has_followers:
             prefills += self._begin_followers(stalled)
         return decodes, prefills
 
-    def _begin_followers(self, stalled: abc.Sequence[int]) -> list[Sequence]:
-        """Let sequences begin with what their leaders have computed, which is enough or stalls.
+    def _begin_followers(self, stalled: Sequence[int]) -> list[Answer]:
+        """Let answers begin with what their leaders have computed, which is enough or stalls.
 
         Args:
             stalled: sequence ids.
@@ -211,37 +210,37 @@ class RunningSet:
         """
         found = []
         for allocation in self.cache.followed(stalled):
-            sequence = self._sequences[allocation]
-            self._start_prefill(sequence, allocation.n_tokens)
-            if self._is_ready(sequence):
-                found.append(sequence)
+            answer = self._answers[allocation]
+            self._start_prefill(answer, allocation.n_tokens)
+            if self._is_ready(answer):
+                found.append(answer)
         return found
 
-    def _is_ready(self, sequence: Sequence) -> bool:
-        """Whether the next step may compute something of ``sequence``, if no step in flight does."""
-        if not sequence.control.exists:
-            return sequence.sink.has_room
-        assert sequence.allocation is not None
-        return sequence.n_computable > sequence.n_computed and self.cache.may_compute(sequence.allocation)
+    def _is_ready(self, answer: Answer) -> bool:
+        """Whether the next step may compute something of ``answer``, if no step in flight does."""
+        if not answer.control.exists:
+            return answer.sink.has_room
+        assert answer.allocation is not None
+        return answer.n_computable > answer.n_computed and self.cache.may_compute(answer.allocation)
 
-    def _start_prefill(self, sequence: Sequence, n_cached: int) -> None:
-        """``sequence`` need not compute its first ``n_cached`` tokens."""
-        if not sequence.place.was_preempted:  # what it has computed itself is no reuse
-            sequence.n_cached = min(n_cached, len(sequence.prompt.tokens)) if sequence.n_replayed else n_cached
-            self._telemetry.record_prefix_reuse(sequence.n_cached)
-        sequence.report_prefill(n_cached)
+    def _start_prefill(self, answer: Answer, n_cached: int) -> None:
+        """``answer`` need not compute its first ``n_cached`` tokens."""
+        if not answer.place.was_preempted:  # what it has computed itself is no reuse
+            answer.n_cached = min(n_cached, len(answer.prompt.tokens)) if answer.n_replayed else n_cached
+            self._telemetry.record_prefix_reuse(answer.n_cached)
+        answer.report_prefill(n_cached)
 
-    def release(self, sequence: Sequence, *, keep: bool) -> None:
-        """Give the cells of ``sequence`` back.
+    def release(self, answer: Answer, *, keep: bool) -> None:
+        """Give the cells of ``answer`` back.
 
         Args:
             keep: what it computed stays in the KV cache for others while there is room.
         """
-        assert sequence.allocation is not None
-        tokens = sequence.computed_tokens() if keep else None
-        del self._sequences[sequence.allocation]
-        self.cache.release(sequence.allocation, tokens, at=trio.current_time())
-        sequence.allocation = None
+        assert answer.allocation is not None
+        tokens = answer.computed_tokens() if keep else None
+        del self._answers[answer.allocation]
+        self.cache.release(answer.allocation, tokens, at=trio.current_time())
+        answer.allocation = None
         self.offloader.check_for_work()
 
     def room(self) -> places.Room:
@@ -250,8 +249,8 @@ class RunningSet:
         n = self.cache.memory.n_sequences
         return places.Room(n, kv.cells, n - kv.sequences, kv.cells - kv.cells_reserved)
 
-    def preempt(self, sequences: abc.Sequence[Sequence]) -> list[Sequence]:
-        """Take the places of ``sequences``, which no step in flight computes.
+    def preempt(self, answers: Sequence[Answer]) -> list[Answer]:
+        """Take the places of ``answers``, which no step in flight computes.
 
         What takes long to compute again is copied first; until then no step computes any of them.  While there is room,
         their tokens also stay in the KV cache.
@@ -259,26 +258,26 @@ class RunningSet:
         Returns:
             Those that have lost their places.  None yet if something is copied: call ``preempt_copied`` later.
         """
-        for sequence in sequences:
-            assert sequence.allocation is not None
-            self._leaving.append(sequence.allocation)
-            if self.offloader.worth_parking(sequence.n_computed):
+        for answer in answers:
+            assert answer.allocation is not None
+            self._leaving.append(answer.allocation)
+            if self.offloader.worth_parking(answer.n_computed):
                 self._n_copying += 1
-                self.offloader.park(sequence.allocation, sequence.computed_tokens())
+                self.offloader.park(answer.allocation, answer.computed_tokens())
         return self.preempt_copied()
 
     @property
     def is_preempting(self) -> bool:
-        """Whether sequences are about to lose their places."""
+        """Whether answers are about to lose their places."""
         return bool(self._leaving)
 
     @property
     def is_copying(self) -> bool:
-        """Whether sequences lose their places as soon as they are copied."""
+        """Whether answers lose their places as soon as they are copied."""
         return self._n_copying > 0
 
-    def preempt_copied(self) -> list[Sequence]:
-        """The sequences that lose their places now; none before all copies have ended."""
+    def preempt_copied(self) -> list[Answer]:
+        """The answers that lose their places now; none before all copies have ended."""
         for allocation, state in self.offloader.take_parked():
             self._n_copying -= 1
             if state is not None:
@@ -288,44 +287,44 @@ class RunningSet:
         leaving, copies, self._leaving, self._copies = self._leaving, self._copies, [], {}
         preempted = []
         for allocation in leaving:
-            sequence, copied = self._sequences.get(allocation), copies.get(allocation)
-            if sequence is not None and sequence.can_yield:
-                self._preempt(sequence, copied)
-                preempted.append(sequence)
+            answer, copied = self._answers.get(allocation), copies.get(allocation)
+            if answer is not None and answer.can_yield:
+                self._preempt(answer, copied)
+                preempted.append(answer)
             elif copied is not None:  # it has ended, or its controller is ready meanwhile
                 self.offloader.unpark(copied)
         return preempted
 
-    def _preempt(self, sequence: Sequence, copied: SavedState | None) -> None:
-        assert sequence.allocation is not None
-        sequence.place.end(trio.current_time(), sequence.n_computed, copied)
+    def _preempt(self, answer: Answer, copied: SavedState | None) -> None:
+        assert answer.allocation is not None
+        answer.place.end(trio.current_time(), answer.n_computed, copied)
         if copied is not None:
-            sequence.allocation.durable = False  # nobody waits for a second copy on disk
-        self.release(sequence, keep=True)
-        sequence.state = State.WAITING
+            answer.allocation.durable = False  # nobody waits for a second copy on disk
+        self.release(answer, keep=True)
+        answer.state = State.WAITING
         self._telemetry.preemptions_total += 1
 
-    def unpark(self, sequence: Sequence) -> None:
-        """Drop the copy of what ``sequence`` held, if there is one."""
-        if sequence.place.parked is not None:
-            self.offloader.unpark(sequence.place.parked)
-            sequence.place.parked = None
+    def unpark(self, answer: Answer) -> None:
+        """Drop the copy of what ``answer`` held, if there is one."""
+        if answer.place.parked is not None:
+            self.offloader.unpark(answer.place.parked)
+            answer.place.parked = None
 
     def describe(self) -> list[SequenceInfo]:
         """What the KV cache holds, by sequence id."""
         found = [
             SequenceInfo(
                 seq_id=allocation.seq_id,
-                state="prefill" if sequence.state is State.PREFILL else "decode",
+                state="prefill" if answer.state is State.PREFILL else "decode",
                 cells_used=allocation.n_tokens,
                 cells_reserved=allocation.reserved,
                 principal=allocation.principal,
-                request_id=sequence.request.id,
-                session_id=sequence.request.session_id,
-                prompt_tokens=len(sequence.prompt.tokens),
-                completion_tokens=len(sequence.tokens),
+                request_id=answer.request.id,
+                session_id=answer.request.session_id,
+                prompt_tokens=len(answer.prompt.tokens),
+                completion_tokens=len(answer.tokens),
             )
-            for allocation, sequence in self._sequences.items()
+            for allocation, answer in self._answers.items()
         ]
         found += [
             SequenceInfo(
@@ -340,36 +339,36 @@ class RunningSet:
         return sorted(found, key=lambda each: each.seq_id)
 
     def restart(self) -> None:
-        """The KV cache is lost: all sequences are prefilled again from their tokens."""
-        for sequence in self:
-            sequence.place.lose(sequence.n_computed)
+        """The KV cache is lost: all answers are prefilled again from their tokens."""
+        for answer in self:
+            answer.place.lose(answer.n_computed)
         self.cache.clear(lost=True)
-        for sequence in self:
-            sequence.n_cached = 0
-            if sequence.state is not State.FINISHED:
-                sequence.state = State.PREFILL
+        for answer in self:
+            answer.n_cached = 0
+            if answer.state is not State.FINISHED:
+                answer.state = State.PREFILL
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless sequences and KV cache agree."""
+        """Raise AssertionError unless answers and KV cache agree."""
         self.cache.check_integrity()
         assert len(self) == self.cache.statistics().sequences
-        for allocation, sequence in self._sequences.items():
-            assert sequence.allocation is allocation
-            assert sequence.state is not State.WAITING
+        for allocation, answer in self._answers.items():
+            assert answer.allocation is allocation
+            assert answer.state is not State.WAITING
 
 
-def _allocation_of(sequence: Sequence) -> Allocation:
-    """What ``sequence`` needs of the KV cache, and which tokens it shares with others."""
+def _allocation_of(answer: Answer) -> Allocation:
+    """What ``answer`` needs of the KV cache, and which tokens it shares with others."""
     return Allocation(
-        _known_tokens(sequence),
-        sequence.max_cells,
-        principal=sequence.principal.name,
-        adapters=sequence.adapters,
-        rank=sequence.priority,
-        private=not sequence.request.cache_prompt,
-        durable=sequence.durable,
+        _known_tokens(answer),
+        answer.max_cells,
+        principal=answer.principal.name,
+        adapters=answer.adapters,
+        rank=answer.priority,
+        private=not answer.request.cache_prompt,
+        durable=answer.durable,
     )
 
 
-def _known_tokens(sequence: Sequence) -> TokenIds:
-    return np.concatenate([sequence.prompt.tokens, np.asarray(sequence.tokens, np.int32)])
+def _known_tokens(answer: Answer) -> TokenIds:
+    return np.concatenate([answer.prompt.tokens, np.asarray(answer.tokens, np.int32)])

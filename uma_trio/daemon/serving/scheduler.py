@@ -9,8 +9,7 @@ Source: docs/ARCHITECTURE.md, "A tick".
 
 from __future__ import annotations
 
-from collections import abc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Final
 
@@ -25,6 +24,7 @@ from uma_trio.daemon.scheduling.cost import CostModel
 from uma_trio.daemon.scheduling.rest import Rest, rest_of
 from uma_trio.daemon.scheduling.timings import StepTimings
 from uma_trio.daemon.scheduling.view import Priority
+from uma_trio.daemon.serving.answer import Answer, State
 from uma_trio.daemon.serving.changes import append_known, check_steering
 from uma_trio.daemon.serving.controllers.driver import MAX_WAIT_S, ControllerDriver
 from uma_trio.daemon.serving.embedding import EmbeddingQueue, PendingEmbeddings
@@ -38,7 +38,6 @@ from uma_trio.daemon.serving.output import send_prompt, send_tokens
 from uma_trio.daemon.serving.planning import NoStep, StepPlanner
 from uma_trio.daemon.serving.request import PreparedRequest, adapters_of, admit
 from uma_trio.daemon.serving.running import RunningSet, cache_for
-from uma_trio.daemon.serving.sequence import Sequence, State
 from uma_trio.daemon.serving.speculation import Speculator
 from uma_trio.daemon.serving.stats import Stats, adapters_in_use, backlog_of
 from uma_trio.daemon.serving.steering import Steering
@@ -77,7 +76,7 @@ COPY_WAIT_S: Final = 0.005
 
 
 class Scheduler:
-    """Serves sequences with one engine.
+    """Serves answers with one engine.
 
     Args:
         engine: runs the steps; started again when it dies.
@@ -122,8 +121,8 @@ class Scheduler:
         self._embeddings = EmbeddingQueue(self.info, config.limits.max_queue, self._leave)
         self._steps = InFlightSteps(engine)
         self._controllers = ControllerDriver(runtime, engine, self._steps, self._running, self._waiting, self)
-        self._bisection: CrashBisection[Sequence] = CrashBisection()
-        """Which sequences may run after the engine has crashed."""
+        self._bisection: CrashBisection[Answer] = CrashBisection()
+        """Which answers may run after the engine has crashed."""
         self._speculator = Speculator(self.info, config.scheduling, self.timings, self._bisection)
         self._planner = StepPlanner(
             info=self.info,
@@ -157,14 +156,14 @@ class Scheduler:
 
     # -- called from outside, between ticks -----------------------------------------------------
 
-    def submit(self, prepared: PreparedRequest) -> abc.Sequence[Sequence]:
+    def submit(self, prepared: PreparedRequest) -> Sequence[Answer]:
         """Accept a request: all of its answers or none.
 
-        ``sequence.done`` is set after the last event of each answer.  If the forecast says that it will not be complete at
+        ``answer.done`` is set after the last event of each answer.  If the forecast says that it will not be complete at
         its deadline, it ends with ``DeadlineMissed``, mostly before this returns.
 
         Returns:
-            ``request.n`` sequences.  All but the first share the prompt that the first one computes.  With a controller
+            ``request.n`` answers.  All but the first share the prompt that the first one computes.  With a controller
             it is one, and the list grows with each fork.
 
         Raises:
@@ -174,63 +173,63 @@ class Scheduler:
         """
         request, controlled = prepared.request, prepared.controlled
         try:
-            sequences, known = self._enter(prepared)
+            answers, known = self._enter(prepared)
         except UmaError:
             if controlled is not None:
                 self._controllers.drop_unused(controlled)
             raise
         if request.echo or request.return_full_text:
-            for sequence in sequences:
-                send_prompt(sequence)
+            for answer in answers:
+                send_prompt(answer)
         if known is not None:
             self._replay(known)
         self._report_forecasts()
-        for sequence in sequences:
-            if sequence.state is not State.FINISHED:
-                self._forecaster.arrived(sequence)
-        if sequences[0].priority is not Priority.BACKGROUND:
+        for answer in answers:
+            if answer.state is not State.FINISHED:
+                self._forecaster.arrived(answer)
+        if answers[0].priority is not Priority.BACKGROUND:
             self._steps.interrupt()
-        has_place = any(each in self._running for each in sequences) or self._running.room().has_spare
+        has_place = any(each in self._running for each in answers) or self._running.room().has_spare
         if has_place or self._planner.preempts_at <= trio.current_time():
             self.wake()
         else:  # without a place it is in no step
             self.end_wait()
-        return sequences
+        return answers
 
     def _report_forecasts(self) -> None:
-        for sequence, error in self._forecaster.report(self._planner.service):
-            self.finish(sequence, error)
+        for answer, error in self._forecaster.report(self._planner.service):
+            self.finish(answer, error)
 
     def _replay(self, known: NewTokens) -> None:
-        """Send the events of tokens that an earlier daemon has sampled; end the sequence if they do."""
+        """Send the events of tokens that an earlier daemon has sampled; end the answer if they do."""
         reason = send_tokens(known, self._token_to_bytes)
         if reason is not None:
-            self.finish(known.sequence, reason)
+            self.finish(known.answer, reason)
         else:
-            self._speculator.began(known.sequence)
+            self._speculator.began(known.answer)
 
-    def _enter(self, prepared: PreparedRequest) -> tuple[list[Sequence], NewTokens | None]:
-        """Accept a request.  Returns its sequences, and what its log knows of the first one, if it knows something."""
+    def _enter(self, prepared: PreparedRequest) -> tuple[list[Answer], NewTokens | None]:
+        """Accept a request.  Returns its answers, and what its log knows of the first one, if it knows something."""
         if self._refusal is not None:
             raise self._refusal
         principal, log = prepared.principal, prepared.log
         self._check_limit(principal, prepared.request.n)
         if prepared.controlled is not None:
             self._controllers.check(prepared.controlled)
-        sequences = admit(prepared, self.info, self._config, saves_states=self.offloader.saves)
-        known = append_known(sequences[0], log, self._token_to_bytes) if log is not None and log.known else None
+        answers = admit(prepared, self.info, self._config, saves_states=self.offloader.saves)
+        known = append_known(answers[0], log, self._token_to_bytes) if log is not None and log.known else None
         self._planner.arrived(principal)
         try:
-            self._waiting.enter(sequences)
+            self._waiting.enter(answers)
         except (QueueFull, KvFull) as refusal:
             self.wake()  # some of the answers may have had a place
             refusal.retry_after_ms = self.retry_after_ms()
             raise
         if prepared.controlled is not None:
-            sequences = self._controllers.add(sequences[0], prepared.controlled)
-        for sequence in sequences:
-            self._speculator.admitted(sequence)
-        return sequences, known
+            answers = self._controllers.add(answers[0], prepared.controlled)
+        for answer in answers:
+            self._speculator.admitted(answer)
+        return answers, known
 
     def embed(self, pending: PendingEmbeddings) -> None:
         """Accept a request to embed or to rank texts, which the model can.  ``pending.done`` is set after its last event.
@@ -258,7 +257,7 @@ class Scheduler:
         Raises:
             AnswerNotFound: nothing is known of it.
         """
-        return self._explainer.find(request_id, principal, self.sequences(), self.timings.cost.prefill_token_ms)
+        return self._explainer.find(request_id, principal, self.answers(), self.timings.cost.prefill_token_ms)
 
     def forget(self, tokens: TokenIds, principal: str) -> None:
         """Forget the prompts of ``principal`` that are a prefix of ``tokens``."""
@@ -277,7 +276,7 @@ class Scheduler:
 
     def _n_requests(self, principal: Principal) -> int:
         """Answers and requests for embeddings of ``principal``, waiting ones included."""
-        running = [*[each.principal for each in self.sequences()], *[pending.principal for pending in self._embeddings]]
+        running = [*[each.principal for each in self.answers()], *[pending.principal for pending in self._embeddings]]
         return sum([other.name == principal.name for other in running])
 
     def _check_limit(self, principal: Principal, n: int) -> None:
@@ -287,27 +286,27 @@ class Scheduler:
             if now + n > most:
                 raise TooManyRequests(f"{principal.name} has {now} answers in flight and may have {most}")
 
-    def cancel(self, sequence: Sequence, reason: FinishReason | UmaError = "cancelled") -> None:
-        """End ``sequence`` now, if it has not ended.
+    def cancel(self, answer: Answer, reason: FinishReason | UmaError = "cancelled") -> None:
+        """End ``answer`` now, if it has not ended.
 
         Its last event is sent at once.  Its KV cells are freed at the end of the step in flight.
         """
-        if sequence.state is not State.FINISHED:
-            sequence.times.cancelled_at = trio.current_time()
-            self._steps.revoke_ahead(sequence)
+        if answer.state is not State.FINISHED:
+            answer.times.cancelled_at = trio.current_time()
+            self._steps.revoke_ahead(answer)
             self.wake()
-            self.finish(sequence, reason)
+            self.finish(answer, reason)
 
-    def steer(self, sequence: Sequence, steering: Steering) -> None:
-        """Change ``sequence`` when the next step that samples it is complete; ``steering.done`` is set then, or at its end.
+    def steer(self, answer: Answer, steering: Steering) -> None:
+        """Change ``answer`` when the next step that samples it is complete; ``steering.done`` is set then, or at its end.
 
         Raises:
             BadRequest: it cannot be changed so.
         """
-        rows = [row for step in self._steps if (row := step.row_of(sequence)) is not None]
-        check_steering(sequence, steering, n_sampled=sum([row.n_samples for row in rows]))
-        sequence.bounds.steering = steering
-        self._steps.revoke_ahead(sequence)
+        rows = [row for step in self._steps if (row := step.row_of(answer)) is not None]
+        check_steering(answer, steering, n_sampled=sum([row.n_samples for row in rows]))
+        answer.bounds.steering = steering
+        self._steps.revoke_ahead(answer)
         self.wake()
 
     def wake(self) -> None:
@@ -350,13 +349,13 @@ class Scheduler:
             self._idle = trio.Event()
             await self._idle.wait()
 
-    def sequences(self) -> Iterator[Sequence]:
+    def answers(self) -> Iterator[Answer]:
         """All that have not finished: running ones, then waiting ones."""
         return (each for each in chain(self._running, self._waiting) if each.state is not State.FINISHED)
 
     def snapshot(self) -> dict[str, Any]:
         """Numbers for the metrics.  Never waits for a tick."""
-        running = [sequence for sequence in self._running if sequence.state is not State.FINISHED]
+        running = [answer for answer in self._running if answer.state is not State.FINISHED]
         return {
             **self._stats.snapshot(
                 running, self.cache, waiting=len(self._waiting), tick_error=self.timings.cost.mixed.error
@@ -467,7 +466,7 @@ class Scheduler:
             self._wake = trio.Event()
             self._planner.preempt()
 
-    async def _pause(self, rest: Rest, completed: abc.Sequence[CompletedStep]) -> None:
+    async def _pause(self, rest: Rest, completed: Sequence[CompletedStep]) -> None:
         """Let the device rest after the steps ``completed``, of which none is in flight."""
         if not completed:
             return
@@ -501,17 +500,17 @@ class Scheduler:
         completed: list[CompletedStep] = []
         failure: str | None = None
         try:
-            for answer in await self._engine.receive(step.planned.plan.predicted_ms / 1e3):
+            for reply in await self._engine.receive(step.planned.plan.predicted_ms / 1e3):
                 step = self._steps.begun
-                if step is None or answer.number != step.number:
+                if step is None or reply.number != step.number:
                     continue  # the step ran ahead of one that failed
-                match answer:
+                match reply:
                     case StepOutput():
-                        completed.append(self._complete_step(step, answer))
+                        completed.append(self._complete_step(step, reply))
                     case Revoked():
-                        self._undo_revoked(step, began=answer.began)
+                        self._undo_revoked(step, began=reply.began)
                     case StepFailed():
-                        failure = answer.reason
+                        failure = reply.reason
                         break
         except EngineDied as death:
             failure = str(death)
@@ -547,9 +546,9 @@ class Scheduler:
         )
         for new in new_tokens:
             if ahead is not None and (new.reason is not None or not new.tokens):
-                ahead.drop(new.sequence)
+                ahead.drop(new.answer)
             if new.reason is not None:
-                self._release(new.sequence, keep=not isinstance(new.reason, UmaError))
+                self._release(new.answer, keep=not isinstance(new.reason, UmaError))
         self._release_finished(step)
         completed = CompletedStep(step, output, new_tokens, now)
         self._planner.completed(completed)
@@ -577,10 +576,10 @@ class Scheduler:
         self._release_finished(step)
 
     def _release_finished(self, step: InFlightStep) -> None:
-        """Give back the cells of sequences that finished while ``step`` was in flight."""
-        for sequence in step.rows:
-            if sequence.state is State.FINISHED and sequence.allocation is not None:
-                self._release_when_computed(sequence)
+        """Give back the cells of answers that finished while ``step`` was in flight."""
+        for answer in step.rows:
+            if answer.state is State.FINISHED and answer.allocation is not None:
+                self._release_when_computed(answer)
 
     # 2. submit what is planned
 
@@ -589,8 +588,8 @@ class Scheduler:
         if isinstance(planned, NoStep):
             return
         step, message = self._steps.add(planned)
-        for sequence in step.rows:
-            if (grammar := sequence.sampling.grammar) is not None:
+        for answer in step.rows:
+            if (grammar := answer.sampling.grammar) is not None:
                 self._engine.link.define_grammar(grammar.key, grammar.source)
         if self._controllers:
             self._controllers.attach_masks(step, message)
@@ -607,86 +606,86 @@ class Scheduler:
         if gap_ms is not None:
             self.timings.record_gap(gap_ms)
         if completed.step.planned.plan.chunks:
-            for sequence, row in completed.step.rows.items():
-                if sequence.state is not State.FINISHED and row.end <= len(sequence.prompt.tokens):
-                    sequence.report_prefill(row.end)
+            for answer, row in completed.step.rows.items():
+                if answer.state is not State.FINISHED and row.end <= len(answer.prompt.tokens):
+                    answer.report_prefill(row.end)
         self._deliver_tokens(completed, controlled=False)
 
     def _deliver_tokens(self, completed: CompletedStep, *, controlled: bool) -> None:
-        """Send the new tokens of sequences with a controller, or of all others."""
+        """Send the new tokens of answers with a controller, or of all others."""
         for new in completed.new_tokens:
-            if new.sequence.control.exists is not controlled:
+            if new.answer.control.exists is not controlled:
                 continue
-            if new.sequence.state is not State.FINISHED:  # cancelled by what another sequence's delivery set off
+            if new.answer.state is not State.FINISHED:  # cancelled by what another answer's delivery set off
                 self.deliver(new, completed.at)
 
     def deliver(self, new: NewTokens, at: float) -> None:
-        """Send tokens that a sequence got at ``at``, and end it if they do."""
+        """Send tokens that an answer got at ``at``, and end it if they do."""
         if new.tokens:
             self._stats.record_tokens(new, at)
-            if new.sequence.place.was_preempted:
-                new.sequence.place.note_token(at)
+            if new.answer.place.was_preempted:
+                new.answer.place.note_token(at)
             if not new.n_before:
-                self._speculator.began(new.sequence)
+                self._speculator.began(new.answer)
         reason = send_tokens(new, self._token_to_bytes)
-        if new.sequence.log is not None:
-            new.sequence.log.add(new.tokens, new.sequence.sampling.params.mu, new.changes)
+        if new.answer.log is not None:
+            new.answer.log.add(new.tokens, new.answer.sampling.params.mu, new.changes)
         if reason is not None:
-            self.finish(new.sequence, reason)
+            self.finish(new.answer, reason)
 
-    # -- the end of a sequence ------------------------------------------------------------------
+    # -- the end of an answer ------------------------------------------------------------------
 
-    def finish(self, sequence: Sequence, reason: FinishReason | UmaError) -> None:
-        """Take ``sequence`` out of the plans, and send its last event, unless it has ended."""
-        if sequence.state is State.FINISHED:  # by what the end of another one set off
+    def finish(self, answer: Answer, reason: FinishReason | UmaError) -> None:
+        """Take ``answer`` out of the plans, and send its last event, unless it has ended."""
+        if answer.state is State.FINISHED:  # by what the end of another one set off
             return
-        was_waiting = sequence.state is State.WAITING
-        sequence.state, sequence.times.ended_at = State.FINISHED, trio.current_time()
-        if sequence.bounds.steering is not None:
-            sequence.bounds.steering.end(AnswerNotFound(f"{sequence.request.id!r} ended before it was changed"))
+        was_waiting = answer.state is State.WAITING
+        answer.state, answer.times.ended_at = State.FINISHED, trio.current_time()
+        if answer.bounds.steering is not None:
+            answer.bounds.steering.end(AnswerNotFound(f"{answer.request.id!r} ended before it was changed"))
         if was_waiting:
-            self._waiting.remove(sequence)
-        elif sequence.allocation is not None:
+            self._waiting.remove(answer)
+        elif answer.allocation is not None:
             if isinstance(reason, UmaError):
-                sequence.keep_computed = False
-            self._release_when_computed(sequence)
-        self._leave(sequence.principal)
-        if sequence.control.exists:
-            self._controllers.ended(sequence)
+                answer.keep_computed = False
+            self._release_when_computed(answer)
+        self._leave(answer.principal)
+        if answer.control.exists:
+            self._controllers.ended(answer)
         if isinstance(reason, UmaError):
-            reason.request_id = sequence.request.id
-            sequence.sink.send(Failure.of(reason, metadata=sequence.request.metadata, index=sequence.index))
+            reason.request_id = answer.request.id
+            answer.sink.send(Failure.of(reason, metadata=answer.request.metadata, index=answer.index))
         else:
-            self._energy.divide(sequence.times.ended_at)
-            explain = sequence.request.explain
-            explanation = self._explainer.of(sequence, self.timings.cost.prefill_token_ms) if explain else None
-            sequence.sink.send(sequence.eos(reason, sequence.times.ended_at, explanation))
-        self._explainer.ended(sequence, self.timings.cost.prefill_token_ms)
-        self._stats.record_end(sequence, reason, sequence.times.ended_at)
-        self._forecaster.ended(sequence, reason)
-        self._planner.ended(sequence)
-        sequence.done.set()
+            self._energy.divide(answer.times.ended_at)
+            explain = answer.request.explain
+            explanation = self._explainer.of(answer, self.timings.cost.prefill_token_ms) if explain else None
+            answer.sink.send(answer.eos(reason, answer.times.ended_at, explanation))
+        self._explainer.ended(answer, self.timings.cost.prefill_token_ms)
+        self._stats.record_end(answer, reason, answer.times.ended_at)
+        self._forecaster.ended(answer, reason)
+        self._planner.ended(answer)
+        answer.done.set()
 
-    def _release_when_computed(self, sequence: Sequence) -> None:
-        """Give the cells of a finished sequence back, unless a step in flight still writes to them.
+    def _release_when_computed(self, answer: Answer) -> None:
+        """Give the cells of a finished answer back, unless a step in flight still writes to them.
 
         Tokens that stay for others are given back at once, as the step that has begun will leave them: the next
         request may come before that step is complete.
         """
-        was_cancelled = sequence.times.cancelled_at is not None
+        was_cancelled = answer.times.cancelled_at is not None
         # a session goes on from what its client has seen, also of an answer that was cancelled
-        keep = sequence.keep_computed and (not was_cancelled or (sequence.durable and bool(sequence.tokens)))
-        computing = [step for step in self._steps if step.row_of(sequence) is not None]
+        keep = answer.keep_computed and (not was_cancelled or (answer.durable and bool(answer.tokens)))
+        computing = [step for step in self._steps if step.row_of(answer) is not None]
         if keep and computing == [self._steps.begun] and not computing[0].revoked:
-            assert sequence.allocation is not None
-            self.cache.advance(sequence.allocation, computing[0].rows[sequence].end)
+            assert answer.allocation is not None
+            self.cache.advance(answer.allocation, computing[0].rows[answer].end)
             computing = []
         if not computing:
-            self._release(sequence, keep=keep)
+            self._release(answer, keep=keep)
 
-    def _release(self, sequence: Sequence, *, keep: bool) -> None:
-        self._running.release(sequence, keep=keep)
-        cancelled_at = sequence.times.cancelled_at
+    def _release(self, answer: Answer, *, keep: bool) -> None:
+        self._running.release(answer, keep=keep)
+        cancelled_at = answer.times.cancelled_at
         if cancelled_at is not None and not keep:
             self.telemetry.cancel_to_free_ms.add(1e3 * (trio.current_time() - cancelled_at))
 
@@ -710,11 +709,11 @@ class Scheduler:
     # -- recovery -------------------------------------------------------------------------------
 
     async def _recover(self, reason: str) -> None:
-        """The KV cache is lost: bring the engine back, and prefill every sequence again from its tokens.
+        """The KV cache is lost: bring the engine back, and prefill every answer again from its tokens.
 
-        The sequences of the fatal step are retried in halves, until the one that kills the engine is alone.
+        The answers of the fatal step are retried in halves, until the one that kills the engine is alone.
         """
-        suspects: dict[Sequence, int] = {}
+        suspects: dict[Answer, int] = {}
         steps = self._steps.lost()
         for step in steps:
             if step.planned.transfer is not None:
@@ -723,10 +722,10 @@ class Scheduler:
         chunks = [step.planned.embedding for step in steps if step.planned.embedding is not None]
         self._embeddings.lost(chunks[0] if chunks else None)
         if not self._stopping:  # otherwise ``stop`` has ended it
-            log.error("the engine failed", reason=reason, sequences=len(suspects), restarts=self._engine.restarts)
-        for sequence in chain.from_iterable([step.rows for step in steps]):
-            if sequence.state is State.FINISHED and sequence.allocation is not None:
-                self._release(sequence, keep=False)
+            log.error("the engine failed", reason=reason, answers=len(suspects), restarts=self._engine.restarts)
+        for answer in chain.from_iterable([step.rows for step in steps]):
+            if answer.state is State.FINISHED and answer.allocation is not None:
+                self._release(answer, keep=False)
         self._running.restart()
         if self.on_step is not None:
             self.on_step()
@@ -755,8 +754,8 @@ class Scheduler:
     def _fail_everything(self, error: UmaError) -> None:
         if self._refusal is None or isinstance(self._refusal, ModelUnavailable):
             self._refusal = error
-        for sequence in [*self.sequences()]:
-            self.finish(sequence, type(error)(str(error)))
+        for answer in [*self.answers()]:
+            self.finish(answer, type(error)(str(error)))
         for pending in [*self._embeddings]:
             self._embeddings.end(pending, type(error)(str(error)))
 
@@ -767,6 +766,6 @@ class Scheduler:
         return bool(self._waiting or self._running or self._embeddings or self.cache.has_ops or self._steps.begun)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless sequences, reservations and steps add up."""
+        """Raise AssertionError unless answers, reservations and steps add up."""
         self._running.check_integrity()
-        assert all(sequence.state is State.WAITING for sequence in self._waiting)
+        assert all(answer.state is State.WAITING for answer in self._waiting)

@@ -11,9 +11,9 @@ import structlog
 
 from uma_trio.daemon.kv.cache import KvCache
 from uma_trio.daemon.scheduling.cost import Work
+from uma_trio.daemon.serving.answer import Answer, State
 from uma_trio.daemon.serving.new_tokens import DRAFT_SOURCES, NewTokens
 from uma_trio.daemon.serving.replaying import Kept, replay_of
-from uma_trio.daemon.serving.sequence import Sequence, State
 from uma_trio.daemon.serving.step import CompletedStep
 from uma_trio.engine_link.attention import AttentionScan
 from uma_trio.engine_link.messages import ModelInfo
@@ -118,7 +118,7 @@ class Stats:
 
         Args:
             waiting: requests in the queue.
-            running: sequences that have places.
+            running: answers that have places.
 
         Returns:
             Milliseconds that the device waited for it; ``None`` if there was nothing to compute before.
@@ -183,44 +183,42 @@ class Stats:
         }
 
     def record_tokens(self, new: NewTokens, at: float) -> None:
-        """Count the tokens that a sequence got at ``at``."""
-        sequence, telemetry = new.sequence, self.telemetry
-        counts = telemetry.principals.of(sequence.principal.name)
+        """Count the tokens that an answer got at ``at``."""
+        answer, telemetry = new.answer, self.telemetry
+        counts = telemetry.principals.of(answer.principal.name)
         counts.tokens_total += len(new.tokens)
         # a fork begins with tokens that it has not got
-        is_first = sequence.times.first_token_at is None and not new.n_before
-        gap_ms = sequence.times.record_tokens(at, paused=new.paused)
+        is_first = answer.times.first_token_at is None and not new.n_before
+        gap_ms = answer.times.record_tokens(at, paused=new.paused)
         if gap_ms is not None:
             telemetry.record_inter_token(gap_ms)
             if self.sinks:
-                sequence.times.gaps_ms.append(gap_ms)
+                answer.times.gaps_ms.append(gap_ms)
         elif is_first:
-            assert sequence.times.admitted_at is not None
-            telemetry.record_first_token(
-                1e3 * (at - sequence.times.arrived_at), 1e3 * (at - sequence.times.admitted_at)
-            )
-            counts.prompt_tokens_total += len(sequence.prompt.tokens) - sequence.n_cached
-            counts.cached_tokens_total += sequence.n_cached
+            assert answer.times.admitted_at is not None
+            telemetry.record_first_token(1e3 * (at - answer.times.arrived_at), 1e3 * (at - answer.times.admitted_at))
+            counts.prompt_tokens_total += len(answer.prompt.tokens) - answer.n_cached
+            counts.cached_tokens_total += answer.n_cached
 
-    def record_end(self, sequence: Sequence, reason: FinishReason | UmaError, at: float) -> None:
+    def record_end(self, answer: Answer, reason: FinishReason | UmaError, at: float) -> None:
         """Count an answer that has ended."""
         why = reason.code if isinstance(reason, UmaError) else reason
         model = self._info.served_name
-        log_request(sequence.request, model, why, sequence.usage, sequence.timings(at), index=sequence.index)
+        log_request(answer.request, model, why, answer.usage, answer.timings(at), index=answer.index)
         record = RequestRecord(
-            id=sequence.request.id,
-            principal=sequence.principal.name,
-            priority=sequence.request.slo.priority,
-            arrived_s=sequence.times.arrived_at,
-            admitted_s=sequence.times.admitted_at,
-            first_token_s=sequence.times.first_token_at,
+            id=answer.request.id,
+            principal=answer.principal.name,
+            priority=answer.request.slo.priority,
+            arrived_s=answer.times.arrived_at,
+            admitted_s=answer.times.admitted_at,
+            first_token_s=answer.times.first_token_at,
             finished_s=at,
-            prompt_tokens=len(sequence.prompt.tokens),
-            cached_tokens=sequence.n_cached,
-            completion_tokens=len(sequence.tokens),
+            prompt_tokens=len(answer.prompt.tokens),
+            cached_tokens=answer.n_cached,
+            completion_tokens=len(answer.tokens),
             finish_reason=why,
-            inter_token_ms=sequence.times.gaps_ms,
-            replay=replay_of(sequence, self._replay) if self.sinks and sequence.times.admitted_at is not None else None,
+            inter_token_ms=answer.times.gaps_ms,
+            replay=replay_of(answer, self._replay) if self.sinks and answer.times.admitted_at is not None else None,
         )
         self.telemetry.count_request(record)
         self._write(record)
@@ -230,7 +228,7 @@ class Stats:
             sink.write(record)
 
     def snapshot(
-        self, running: Collection[Sequence], cache: KvCache, *, waiting: int, tick_error: float
+        self, running: Collection[Answer], cache: KvCache, *, waiting: int, tick_error: float
     ) -> dict[str, Any]:
         """The scheduler's part of the metrics.
 
@@ -245,7 +243,7 @@ class Stats:
             **self.telemetry.snapshot(),
             "queue_depth": waiting,
             "running": len(running),
-            "principals": self.telemetry.principals.snapshot(sequence.principal.name for sequence in running),
+            "principals": self.telemetry.principals.snapshot(answer.principal.name for answer in running),
             "tick_prediction_error": round(tick_error, 3),
             "kv": {
                 **attrs.asdict(kv),
@@ -255,14 +253,14 @@ class Stats:
                 "bytes_reserved": round((kv.cells_reserved + kv.cached_cells) * per_token),
             },
             "requests_inter_token_ms": {
-                sequence.request.id: round(sequence.times.inter_token_ewma_ms, 3)
-                for sequence in running
-                if sequence.times.inter_token_ewma_ms is not None
+                answer.request.id: round(answer.times.inter_token_ewma_ms, 3)
+                for answer in running
+                if answer.times.inter_token_ewma_ms is not None
             },
         }
 
 
-def backlog_of(running: Iterable[Sequence], waiting: Iterable[Sequence]) -> int:
+def backlog_of(running: Iterable[Answer], waiting: Iterable[Answer]) -> int:
     """Prompt tokens that are still to be computed.
 
     What of a waiting prompt is in the KV cache is not known before it has a place, so all of it counts, unless its state
@@ -272,12 +270,10 @@ def backlog_of(running: Iterable[Sequence], waiting: Iterable[Sequence]) -> int:
     return sum(left) + sum([each.n_known for each in waiting if each.place.parked is None])
 
 
-def adapters_in_use(
-    info: ModelInfo, running: Iterable[Sequence], waiting: Iterable[Sequence]
-) -> dict[str, dict[str, int]]:
+def adapters_in_use(info: ModelInfo, running: Iterable[Answer], waiting: Iterable[Answer]) -> dict[str, dict[str, int]]:
     """How many running and waiting requests use each of the model's adapters, by its name."""
     found = {each.name: {"running": 0, "waiting": 0} for each in info.adapters}
-    for state, sequences in (("running", running), ("waiting", waiting)):
-        for number, _ in chain.from_iterable(each.adapters.scales for each in sequences):
+    for state, answers in (("running", running), ("waiting", waiting)):
+        for number, _ in chain.from_iterable(each.adapters.scales for each in answers):
             found[info.adapters[number].name][state] += 1
     return found

@@ -1,10 +1,9 @@
-"""The sequences that wait for a place in the KV cache: who gets the next one, and who loses it to them."""
+"""The answers that wait for a place in the KV cache: who gets the next one, and who loses it to them."""
 
 from __future__ import annotations
 
 import math
-from collections import abc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from operator import itemgetter
 from typing import Final
@@ -15,21 +14,21 @@ from uma_trio.daemon.kv.cache import CacheStatistics
 from uma_trio.daemon.scheduling import fairness, places
 from uma_trio.daemon.scheduling.fairness import Service
 from uma_trio.daemon.scheduling.view import Priority
+from uma_trio.daemon.serving.answer import Answer, State
 from uma_trio.daemon.serving.running import RunningSet
-from uma_trio.daemon.serving.sequence import Sequence, State
 from uma_trio.errors import KvFull, QueueFull
 from uma_trio.protocol.answers import HealthCheck
 
 NO_SERVICE: Final = Service()
 
 PREEMPT_AFTER_S: Final = 0.5
-"""A sequence loses its place to a waiting one if its client has not read for this long."""
+"""An answer loses its place to a waiting one if its client has not read for this long."""
 
 
 class WaitingQueue:
     """Requests that wait for KV cells, in the order of arrival.
 
-    A sequence loses its place to a request that waits if its client does not read, or if its principal has more than its
+    An answer loses its place to a request that waits if its client does not read, or if its principal has more than its
     share of the places (``daemon/scheduling/places.py``).  When there is a place again, it goes on from its copy in memory, or is
     prefilled again from its tokens.
 
@@ -41,24 +40,24 @@ class WaitingQueue:
         self._cache = running.cache
         self._running = running
         self._max_length = max_length
-        self._sequences: list[Sequence] = []
-        self._preempts_for: Sequence | None = None
-        """For which sequences lost their places, or are about to."""
-        self._keeps_room_for: Sequence | None = None
-        """The sequence whose forks wait for room."""
-        self._blocked: tuple[Sequence, int] | None = None
+        self._answers: list[Answer] = []
+        self._preempts_for: Answer | None = None
+        """For which answers lost their places, or are about to."""
+        self._keeps_room_for: Answer | None = None
+        """The answer whose forks wait for room."""
+        self._blocked: tuple[Answer, int] | None = None
         """The first in line found no room when the cache was as it is."""
 
     def __len__(self) -> int:
-        return len(self._sequences)
+        return len(self._answers)
 
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._sequences)
+    def __iter__(self) -> Iterator[Answer]:
+        return iter(self._answers)
 
     @property
     def may_admit(self) -> bool:
         """Whether something has changed for the first in line."""
-        return bool(self._sequences) and (self._blocked is None or self._blocked[1] != self._cache.changes)
+        return bool(self._answers) and (self._blocked is None or self._blocked[1] != self._cache.changes)
 
     def health(self) -> list[HealthCheck]:
         """Whether another request may wait, if it must, and whether those that wait do so for KV cells."""
@@ -72,58 +71,58 @@ class WaitingQueue:
             HealthCheck(name="memory", ok=not short, reason=_describe_cells(kv)),
         ]
 
-    def enter(self, sequences: abc.Sequence[Sequence]) -> None:
-        """Let each of ``sequences`` run, or wait; all of them or none.
+    def enter(self, answers: Sequence[Answer]) -> None:
+        """Let each of ``answers`` run, or wait; all of them or none.
 
         Raises:
             QueueFull, KvFull: too many wait already.
         """
-        for n, sequence in enumerate(sequences):
-            if self._sequences or not self._allocate(sequence):
-                if not self._may_wait(sequence):
+        for n, answer in enumerate(answers):
+            if self._answers or not self._allocate(answer):
+                if not self._may_wait(answer):
                     refusal = self._full()
-                    for entered in sequences[:n]:
+                    for entered in answers[:n]:
                         if entered in self._running:
                             self._running.release(entered, keep=False)
                         else:
-                            self._sequences.remove(entered)
+                            self._answers.remove(entered)
                     raise refusal
-                self._sequences.append(sequence)
+                self._answers.append(answer)
 
-    def _may_wait(self, sequence: Sequence) -> bool:
-        """Whether the queue has room for ``sequence``: a principal may have its share of a queue that others have filled."""
-        if len(self._sequences) < self._max_length:
+    def _may_wait(self, answer: Answer) -> bool:
+        """Whether the queue has room for ``answer``: a principal may have its share of a queue that others have filled."""
+        if len(self._answers) < self._max_length:
             return True
-        principal = sequence.principal
-        present = {each.principal.name: each.principal.weight for each in chain(self._running, self._sequences)}
+        principal = answer.principal
+        present = {each.principal.name: each.principal.weight for each in chain(self._running, self._answers)}
         present[principal.name] = principal.weight
         if len(present) == 1:
             return False
-        own = sum([each.principal.name == principal.name for each in self._sequences])
+        own = sum([each.principal.name == principal.name for each in self._answers])
         return own < max(1.0, self._max_length * principal.weight / sum(present.values()))
 
     def _full(self) -> QueueFull | KvFull:
         """The error for a request that cannot even wait."""
-        waiting = f"{len(self._sequences)} requests wait already"
+        waiting = f"{len(self._answers)} requests wait already"
         kv = self._cache.statistics()
         if kv.sequences < self._cache.memory.n_sequences:  # a sequence is free, so cells are what is missing
             return KvFull(f"{_describe_cells(kv)}; {waiting}")
         return QueueFull(waiting)
 
-    def remove(self, sequence: Sequence) -> None:
-        """Remove ``sequence``, which no longer waits."""
-        self._sequences.remove(sequence)
-        self._running.unpark(sequence)
+    def remove(self, answer: Answer) -> None:
+        """Remove ``answer``, which no longer waits."""
+        self._answers.remove(answer)
+        self._running.unpark(answer)
 
     @property
-    def _candidates(self) -> list[Sequence]:
-        """The sequences that could run if there were room."""
-        return [each for each in self._sequences if each.sink.has_room]
+    def _candidates(self) -> list[Answer]:
+        """The answers that could run if there were room."""
+        return [each for each in self._answers if each.sink.has_room]
 
     # -- who gets the next place ----------------------------------------------------------------
 
-    def _first(self, service: Service, *, background: bool = True) -> Sequence | None:
-        """The sequence that gets the next place.
+    def _first(self, service: Service, *, background: bool = True) -> Answer | None:
+        """The answer that gets the next place.
 
         Args:
             background: whether it may be of this class.
@@ -135,35 +134,35 @@ class WaitingQueue:
         now = trio.current_time()
         return min(found, key=lambda each: _rank(each, now, service, holds_place=each.principal.name in holders))
 
-    def in_order(self, service: Service) -> list[Sequence]:
+    def in_order(self, service: Service) -> list[Answer]:
         """All that wait, in the order in which they get places if nothing changes; those whose clients do not read last."""
         holders = {each.principal.name for each in self._running}
         now = trio.current_time()
 
-        def rank(each: Sequence, *, holds_place: bool) -> tuple[bool, bool, bool, float, int]:
+        def rank(each: Answer, *, holds_place: bool) -> tuple[bool, bool, bool, float, int]:
             return not each.sink.has_room, *_rank(each, now, service, holds_place=holds_place)
 
-        def first_rank(each: Sequence) -> tuple[bool, bool, bool, float, int]:
+        def first_rank(each: Answer) -> tuple[bool, bool, bool, float, int]:
             return rank(each, holds_place=each.principal.name in holders)
 
         found = []
-        for each in sorted(self._sequences, key=first_rank):
+        for each in sorted(self._answers, key=first_rank):
             found.append((rank(each, holds_place=each.principal.name in holders), each))
             holders.add(each.principal.name)  # those behind it go after others that hold none
         return [each for _, each in sorted(found, key=itemgetter(0))]
 
-    def admit(self, service: Service, *, may_preempt: bool) -> list[Sequence]:
-        """Admit waiting sequences while there is room.
+    def admit(self, service: Service, *, may_preempt: bool) -> list[Answer]:
+        """Admit waiting answers while there is room.
 
         Principals that hold no place go first, then the least served one; within a principal, class and arrival decide.
         Requests of class ``background`` go last.  The first in line blocks the others until it fits, and waiting raises
         the class: no request is overtaken for ever.  Only places of ``background`` are taken by others before.
 
         Args:
-            may_preempt: no step is in flight, so sequences can lose their places.
+            may_preempt: no step is in flight, so answers can lose their places.
 
         Returns:
-            The sequences that lost their places.
+            The answers that lost their places.
         """
         preempted = self._return_to_queue(self._running.preempt_copied())
         while (first := self._first(service)) is not None:
@@ -182,44 +181,44 @@ class WaitingQueue:
             preempted += self._return_to_queue(self._running.preempt(self._spare_victims(service)))
         return preempted
 
-    def _admit_one(self, sequence: Sequence) -> bool:
-        """Admit ``sequence`` if there is room; does not look again while nothing has changed."""
-        if self._blocked != (sequence, self._cache.changes) and self._allocate(sequence):
-            self._sequences.remove(sequence)
+    def _admit_one(self, answer: Answer) -> bool:
+        """Admit ``answer`` if there is room; does not look again while nothing has changed."""
+        if self._blocked != (answer, self._cache.changes) and self._allocate(answer):
+            self._answers.remove(answer)
             return True
-        self._blocked = (sequence, self._cache.changes)
+        self._blocked = (answer, self._cache.changes)
         return False
 
-    def _allocate(self, sequence: Sequence) -> bool:
-        """Give ``sequence`` a place, if there is room that is not for others."""
-        if self._is_behind_forks(sequence) or self._is_left_to_others(sequence):
+    def _allocate(self, answer: Answer) -> bool:
+        """Give ``answer`` a place, if there is room that is not for others."""
+        if self._is_behind_forks(answer) or self._is_left_to_others(answer):
             return False
-        return self._running.allocate(sequence)
+        return self._running.allocate(answer)
 
-    def keep_room(self, sequence: Sequence | None) -> None:
-        """Keep all room that becomes free for forks of ``sequence``, before the requests of its principal that wait.
+    def keep_room(self, answer: Answer | None) -> None:
+        """Keep all room that becomes free for forks of ``answer``, before the requests of its principal that wait.
 
         Other principals go before the forks as long as they have a smaller share of the places.
 
         Args:
-            sequence: ``None``: no forks wait.
+            answer: ``None``: no forks wait.
         """
-        if self._keeps_room_for is not None and sequence is None:
+        if self._keeps_room_for is not None and answer is None:
             self._cache.try_again()
-        self._keeps_room_for = sequence
+        self._keeps_room_for = answer
 
-    def _is_behind_forks(self, sequence: Sequence) -> bool:
-        """Whether room that becomes free is for forks, and not for ``sequence``."""
+    def _is_behind_forks(self, answer: Answer) -> bool:
+        """Whether room that becomes free is for forks, and not for ``answer``."""
         parent = self._keeps_room_for
         return parent is not None and not places.goes_before(
-            _claimant(sequence, NO_SERVICE), parent.principal.name, self._places(NO_SERVICE), self._running.room()
+            _claimant(answer, NO_SERVICE), parent.principal.name, self._places(NO_SERVICE), self._running.room()
         )
 
-    def _is_left_to_others(self, sequence: Sequence) -> bool:
-        """Whether the room that ``sequence``, of class ``background``, would take is kept for requests of other classes."""
-        if sequence.priority is not Priority.BACKGROUND:
+    def _is_left_to_others(self, answer: Answer) -> bool:
+        """Whether the room that ``answer``, of class ``background``, would take is kept for requests of other classes."""
+        if answer.priority is not Priority.BACKGROUND:
             return False
-        claimant = _claimant(sequence, NO_SERVICE)
+        claimant = _claimant(answer, NO_SERVICE)
         room = self._running.room()
         left = places.room_for(claimant, self._places(NO_SERVICE), room)
         return left != room and (left.free_sequences < 1 or left.free_cells < claimant.cells)
@@ -227,14 +226,14 @@ class WaitingQueue:
     # -- who loses its place to it --------------------------------------------------------------
 
     def preempts_at(self, service: Service) -> float:
-        """When a running sequence will lose its place, on trio's clock; infinite if none will."""
+        """When a running answer will lose its place, on trio's clock; infinite if none will."""
         first = self._first(service)
         if self._spare_victims(service):
             return -math.inf
         return math.inf if first is None else self._claim(first, service)[2]
 
-    def _claim(self, first: Sequence, service: Service) -> tuple[Sequence, list[Sequence], float]:
-        """The next sequence that takes places, mostly ``first``, which is next in line; those that lose them, and when.
+    def _claim(self, first: Answer, service: Service) -> tuple[Answer, list[Answer], float]:
+        """The next answer that takes places, mostly ``first``, which is next in line; those that lose them, and when.
 
         A ``background`` request that has waited long goes first, and takes places from nobody.  Then those of other
         classes need not wait for it: places of ``background`` are theirs.
@@ -246,14 +245,14 @@ class WaitingQueue:
                 return other, *self._victims(other, service)
         return first, victims, due_at
 
-    def _victims(self, sequence: Sequence, service: Service) -> tuple[list[Sequence], float]:
-        """Choose the sequences that lose their places to ``sequence``, which waits, and when they do.
+    def _victims(self, answer: Answer, service: Service) -> tuple[list[Answer], float]:
+        """Choose the answers that lose their places to ``answer``, which waits, and when they do.
 
-        That is the sequence whose client has not read for the longest time, or those of class ``background``, or those of
+        That is the answer whose client has not read for the longest time, or those of class ``background``, or those of
         principals above their shares.
 
         Returns:
-            No sequences and infinity if ``sequence`` waits until a place becomes free, which one may soon.
+            No answers and infinity if ``answer`` waits until a place becomes free, which one may soon.
         """
         if self._running.is_preempting:
             return [], math.inf
@@ -261,25 +260,24 @@ class WaitingQueue:
             [each for each in self._running if _is_stalled(each)], key=lambda each: each.place.stalled_at, default=None
         )
         found = ([stalled], stalled.place.stalled_at + PREEMPT_AFTER_S) if stalled is not None else ([], math.inf)
-        is_background = sequence.priority is Priority.BACKGROUND
+        is_background = answer.priority is Priority.BACKGROUND
         if all(
-            each.principal.name == sequence.principal.name
-            and (is_background or each.priority is not Priority.BACKGROUND)
+            each.principal.name == answer.principal.name and (is_background or each.priority is not Priority.BACKGROUND)
             for each in self._running
         ):
             return found
-        claim = places.claim(_claimant(sequence, service), self._places(service), self._running.room())
+        claim = places.claim(_claimant(answer, service), self._places(service), self._running.room())
         if claim is None or claim.due_s >= found[1]:
             return found
         running = [*self._running]
         return [running[index] for index in claim.victims], claim.due_s
 
-    def _spare_victims(self, service: Service) -> list[Sequence]:
-        """The ``background`` sequence that gives up its place for the next request, if that delays nobody's first token.
+    def _spare_victims(self, service: Service) -> list[Answer]:
+        """The ``background`` answer that gives up its place for the next request, if that delays nobody's first token.
 
         None if other requests wait already: these choose for themselves.
         """
-        if self._running.is_preempting or any(each.priority is not Priority.BACKGROUND for each in self._sequences):
+        if self._running.is_preempting or any(each.priority is not Priority.BACKGROUND for each in self._answers):
             return []
         others = [each for each in self._running if each.priority is not Priority.BACKGROUND]
         if len(self._running) - len(others) < 2 or any(each.state is State.PREFILL for each in others):
@@ -289,53 +287,53 @@ class WaitingQueue:
         return [] if claim is None else [running[index] for index in claim.victims]
 
     def _places(self, service: Service) -> list[places.Place]:
-        """What the running sequences hold, in their order."""
+        """What the running answers hold, in their order."""
         return [_held_by(each, service) for each in self._running]
 
-    def _return_to_queue(self, preempted: list[Sequence]) -> list[Sequence]:
+    def _return_to_queue(self, preempted: list[Answer]) -> list[Answer]:
         """Let ``preempted`` wait before all that came after them, once the request that needs their places has these."""
         if preempted and self._preempts_for is not None:
             if self._preempts_for in self._candidates:
                 self._admit_one(self._preempts_for)
             self._preempts_for = None
-        self._sequences[:0] = preempted
+        self._answers[:0] = preempted
         return preempted
 
 
-def _claimant(sequence: Sequence, service: Service) -> places.Claimant:
-    principal = sequence.principal
+def _claimant(answer: Answer, service: Service) -> places.Claimant:
+    principal = answer.principal
     return places.Claimant(
         principal=principal.name,
         weight=principal.weight,
-        priority=sequence.priority,
-        cells=sequence.max_cells,
+        priority=answer.priority,
+        cells=answer.max_cells,
         service=service.counter(principal.name),
     )
 
 
-def _held_by(sequence: Sequence, service: Service) -> places.Place:
-    allocation, principal = sequence.allocation, sequence.principal
+def _held_by(answer: Answer, service: Service) -> places.Place:
+    allocation, principal = answer.allocation, answer.principal
     assert allocation is not None
     return places.Place(
         principal=principal.name,
         weight=principal.weight,
-        priority=sequence.priority,
+        priority=answer.priority,
         cells=allocation.own_cells,
         n_tokens=allocation.n_tokens,
         service=service.counter(principal.name),
-        turn_ends_s=sequence.place.turn_ends_at(is_suspended=sequence.control.is_suspended),
-        can_yield=sequence.can_yield,
+        turn_ends_s=answer.place.turn_ends_at(is_suspended=answer.control.is_suspended),
+        can_yield=answer.can_yield,
     )
 
 
-def _is_stalled(sequence: Sequence) -> bool:
-    is_plain = sequence.state is State.DECODE and not sequence.control.exists
-    return is_plain and sequence.place.stalled_at < math.inf and not sequence.sink.has_room
+def _is_stalled(answer: Answer) -> bool:
+    is_plain = answer.state is State.DECODE and not answer.control.exists
+    return is_plain and answer.place.stalled_at < math.inf and not answer.sink.has_room
 
 
-def _rank(sequence: Sequence, now: float, service: Service, *, holds_place: bool) -> tuple[bool, bool, float, int]:
-    waited_s = now - sequence.place.queued_at
-    return fairness.rank(sequence.priority, sequence.principal.name, waited_s, service, holds_place=holds_place)
+def _rank(answer: Answer, now: float, service: Service, *, holds_place: bool) -> tuple[bool, bool, float, int]:
+    waited_s = now - answer.place.queued_at
+    return fairness.rank(answer.priority, answer.principal.name, waited_s, service, holds_place=holds_place)
 
 
 def _describe_cells(kv: CacheStatistics) -> str:

@@ -14,9 +14,8 @@ import trio
 
 from uma_trio.config import Config
 from uma_trio.daemon.prompts.prompt import History, Prompt, PromptMaker, prompt_room, surplus_tokens
+from uma_trio.daemon.serving.answer import Answer, EventSink
 from uma_trio.daemon.serving.scheduler import Scheduler
-from uma_trio.daemon.serving.sequence import EventSink
-from uma_trio.daemon.serving.sequence import Sequence as Answer
 from uma_trio.daemon.sessions.hand_over import HandOver
 from uma_trio.daemon.sessions.table import Session, SessionTable, TitleKeeper, containing, session_list, transcript
 from uma_trio.daemon.sessions.trimming import drop_oldest
@@ -313,7 +312,7 @@ class Sessions:
         """End a request: add it to the history, and wait until the history is on disk.
 
         Args:
-            answer: the finished sequence; ``None`` if none was started.
+            answer: the finished answer; ``None`` if none was started.
 
         Returns:
             The last event, which the caller sends to the client; ``None`` if there is none.

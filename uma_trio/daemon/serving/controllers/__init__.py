@@ -1,1 +1,1 @@
-"""A sequence with a controller: its state, its masks, its forks, and what the runtime is asked."""
+"""An answer with a controller: its state, its masks, its forks, and what the runtime is asked."""

@@ -1,7 +1,7 @@
 """Drives the controllers in the tick: asks their runtime, and acts on its answers.
 
-Only one exchange with the runtime runs at a time.  ``post_pre`` ends a step of all controlled sequences and begins the
-next; ``mid`` asks for the masks of those that sample, while the engine computes their logits.  Sequences without a
+Only one exchange with the runtime runs at a time.  ``post_pre`` ends a step of all controlled answers and begins the
+next; ``mid`` asks for the masks of those that sample, while the engine computes their logits.  Answers without a
 controller wait at most ``MAX_WAIT_S`` for a plan and ``SHORT_MASK_TIMEOUT_MS`` for masks.
 
 Source: docs/design/constraints.md.
@@ -10,8 +10,7 @@ Source: docs/design/constraints.md.
 from __future__ import annotations
 
 import math
-from collections import abc
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, Final
 
 import trio
@@ -20,16 +19,16 @@ from msgspec import UNSET
 from uma_trio.aici_link.messages import MidOp, PostOp, PreOp, PreResult, SequenceResult
 from uma_trio.daemon.aici.exchange import NO_ANSWER, ControllerRuntime, Exchange, MidResults, PostPreResults
 from uma_trio.daemon.engines.supervisor import SupervisedEngine
+from uma_trio.daemon.serving.answer import Answer, State
+from uma_trio.daemon.serving.controllers.answers import ControlledAnswers, control_of, is_prefilled, reading
 from uma_trio.daemon.serving.controllers.forking import Forking
 from uma_trio.daemon.serving.controllers.loop import Loop
 from uma_trio.daemon.serving.controllers.masked_steps import MaskedSteps
 from uma_trio.daemon.serving.controllers.results import append_inserted, splice
-from uma_trio.daemon.serving.controllers.sequences import ControlledSequences, control_of, is_prefilled, reading
 from uma_trio.daemon.serving.controllers.state import ControlledRequest, Phase
 from uma_trio.daemon.serving.in_flight import InFlightSteps
 from uma_trio.daemon.serving.output import send_controller_output, send_rest, send_unsent
 from uma_trio.daemon.serving.running import RunningSet
-from uma_trio.daemon.serving.sequence import Sequence, State
 from uma_trio.daemon.serving.step import InFlightStep
 from uma_trio.daemon.serving.waiting import WaitingQueue
 from uma_trio.engine_link.messages import SubmittedStep
@@ -40,16 +39,16 @@ MAX_WAIT_S: Final = 0.002
 """Longest wait of a plan for an exchange.  After a slower exchange, plans do not wait until one is fast again."""
 
 ASK_AGAIN_S: Final = 0.01
-"""Suspended sequences are asked again after this time, if nothing else happens."""
+"""Suspended answers are asked again after this time, if nothing else happens."""
 
 MAX_SUSPENDED_EXCHANGES: Final = 4
-"""A request ends after this many exchanges in a row in which all of its sequences were suspended."""
+"""A request ends after this many exchanges in a row in which all of its answers were suspended."""
 
 MAX_ERROR_CHARACTERS: Final = 2000
 
 
 class ControllerDriver:
-    """The controlled sequences of one scheduler.
+    """The controlled answers of one scheduler.
 
     Args:
         runtime: runs the controllers; ``None``: there are none.
@@ -70,12 +69,12 @@ class ControllerDriver:
         self._runtime = runtime
         self._running = running
         self._loop = loop
-        self._controlled = ControlledSequences()
+        self._controlled = ControlledAnswers()
         self._forking = Forking(self._controlled, running, waiting, loop)
         self._freed: list[int] = []
         """Ids that the runtime must forget."""
         self._unused: list[ControlledRequest] = []
-        """Requests that ended before they had a sequence in the runtime."""
+        """Requests that ended before they had an answer in the runtime."""
         self._exchange: Exchange[PostPreResults] | Exchange[MidResults] | None = None
         """The exchange that is running."""
         self._sent_at = -math.inf
@@ -113,16 +112,16 @@ class ControllerDriver:
             **self._runtime.snapshot(),
         }
 
-    # -- the life of a sequence -----------------------------------------------------------------
+    # -- the life of an answer -----------------------------------------------------------------
 
     def check(self, request: ControlledRequest) -> None:
         """Raise ControllerUnavailable unless the runtime that has the controller of ``request`` still runs."""
         if not self._is_current(request):
             raise ControllerUnavailable("the runtime of controllers has ended")
 
-    def add(self, sequence: Sequence, request: ControlledRequest) -> list[Sequence]:
-        """Control ``sequence``, the first of ``request``; returns its sequences, a list that grows with each fork."""
-        return self._controlled.begin(sequence, request)
+    def add(self, answer: Answer, request: ControlledRequest) -> list[Answer]:
+        """Control ``answer``, the first of ``request``; returns its answers, a list that grows with each fork."""
+        return self._controlled.begin(answer, request)
 
     def _drop_unused(self, name: str) -> None:
         """The runtime has started a controller for a request that was cancelled meanwhile."""
@@ -130,43 +129,43 @@ class ControllerDriver:
         self.drop_unused(ControlledRequest(name=name, generation=self._runtime.generation))
 
     def drop_unused(self, request: ControlledRequest) -> None:
-        """Make the runtime drop the controller of ``request``, which ended before it had a sequence."""
+        """Make the runtime drop the controller of ``request``, which ended before it had an answer."""
         if self._is_current(request):
             self._unused.append(request)
             self._loop.end_wait()
 
-    def ended(self, sequence: Sequence) -> None:
-        """Forget ``sequence``, which has ended."""
-        control = control_of(sequence)
-        send_unsent(sequence)
-        self._controlled.remove(sequence)
-        self._forking.give_up(sequence)
+    def ended(self, answer: Answer) -> None:
+        """Forget ``answer``, which has ended."""
+        control = control_of(answer)
+        send_unsent(answer)
+        self._controlled.remove(answer)
+        self._forking.give_up(answer)
         if control.phase is Phase.NEW:
             self.drop_unused(control.request)
         elif self._is_current(control.request):
             self._freed.append(control.id)
 
-    def preempted(self, sequence: Sequence) -> None:
-        """``sequence`` has lost its place in the KV cache, and gets another one later."""
-        control_of(sequence).is_permitted = False
-        self._forking.give_up(sequence)
+    def preempted(self, answer: Answer) -> None:
+        """``answer`` has lost its place in the KV cache, and gets another one later."""
+        control_of(answer).is_permitted = False
+        self._forking.give_up(answer)
 
     def _is_current(self, request: ControlledRequest) -> bool:
         runtime = self._runtime
         return runtime is not None and runtime.is_usable and runtime.generation == request.generation
 
     def _runtime_changed(self) -> None:
-        """The runtime has died or was restarted: end the sequences whose controllers died with their runtime."""
+        """The runtime has died or was restarted: end the answers whose controllers died with their runtime."""
         assert self._runtime is not None
         lost = [each for each in self._controlled if not self._is_current(control_of(each).request)]
         if lost:
             self._end_lost(lost, self._runtime.reason or "it was restarted")
 
-    def _end_lost(self, lost: abc.Sequence[Sequence], why: str) -> None:
-        """End sequences whose controllers died."""
+    def _end_lost(self, lost: Sequence[Answer], why: str) -> None:
+        """End answers whose controllers died."""
         self._steps.give_up()
-        for sequence in lost:
-            self._loop.finish(sequence, ControllerUnavailable(f"the runtime of controllers has ended: {why}"))
+        for answer in lost:
+            self._loop.finish(answer, ControllerUnavailable(f"the runtime of controllers has ended: {why}"))
         self._freed = []
         self._unused = [request for request in self._unused if self._is_current(request)]
         self._loop.wake()
@@ -175,13 +174,13 @@ class ControllerDriver:
 
     def advance(self) -> None:
         """Splice what controllers have asked for, and start the next exchange; no step is in flight."""
-        for sequence in self._controlled.in_phase(Phase.MASK_READY):
-            if control_of(sequence).splice is not None:
-                self._loop.deliver(splice(sequence, self._running.cache), trio.current_time())
+        for answer in self._controlled.in_phase(Phase.MASK_READY):
+            if control_of(answer).splice is not None:
+                self._loop.deliver(splice(answer, self._running.cache), trio.current_time())
         self.start_next_exchange()
 
     async def wait_for_exchange(self, until: float) -> bool:
-        """Wait for the exchange that runs, if sequences wait for it that should be in the next plan.
+        """Wait for the exchange that runs, if answers wait for it that should be in the next plan.
 
         Args:
             until: on trio's clock.
@@ -193,7 +192,7 @@ class ControllerDriver:
         if self._exchange is None or self._is_slow or now >= until:
             return False
         if not self._controlled.in_phase(Phase.AWAITING_PRE, Phase.AWAITING_MASK):
-            return False  # the exchange only frees sequences, or asks suspended ones
+            return False  # the exchange only frees answers, or asks suspended ones
         slow_at = self._sent_at + MAX_WAIT_S
         if await self._exchange.wait(max(0.0, min(until, slow_at) - now)):
             return True
@@ -201,18 +200,18 @@ class ControllerDriver:
         return False
 
     def permit(self) -> None:
-        """Decide which sequences may sample in the next step: those that have a mask, or all that can ask for one.
+        """Decide which answers may sample in the next step: those that have a mask, or all that can ask for one.
 
         Each ``mid`` overwrites the rows of masks, so both kinds cannot be in one step.
         """
         may_ask = self._exchange is None and not self._controlled.in_phase(Phase.MASK_READY)
-        for sequence in self._controlled.in_phase(Phase.READY, Phase.MASK_READY):
-            control = control_of(sequence)
-            asks = may_ask and sequence.sink.has_room and not control.needs_mask_first
+        for answer in self._controlled.in_phase(Phase.READY, Phase.MASK_READY):
+            control = control_of(answer)
+            asks = may_ask and answer.sink.has_room and not control.needs_mask_first
             control.is_permitted = asks or control.phase is Phase.MASK_READY
 
     def attach_masks(self, step: InFlightStep, message: SubmittedStep) -> None:
-        """Have the engine wait for the masks of controlled sequences in a step that is not sent yet."""
+        """Have the engine wait for the masks of controlled answers in a step that is not sent yet."""
         assert self._runtime is not None
         self._steps.attach_masks(step, message, self._runtime.masks)
 
@@ -230,27 +229,27 @@ class ControllerDriver:
             self._ask_mid(sampled)
 
     def prevents_run_ahead(self, step: InFlightStep) -> bool:
-        """Whether no step may run ahead of ``step``, because that would delay a controlled sequence."""
+        """Whether no step may run ahead of ``step``, because that would delay a controlled answer."""
         if self._can_go_on:
             return True
         return step.is_masked and not self._steps.may_run_ahead(step, self._exchanges_ms)
 
     @property
     def _can_go_on(self) -> bool:
-        """Whether the next step could advance a controlled sequence that no step in flight advances."""
+        """Whether the next step could advance a controlled answer that no step in flight advances."""
         return self._forking.is_possible() or any(
             _can_go_on(each) for each in self._controlled if not self._steps.samples(each)
         )
 
     @property
     def has_admitted(self) -> bool:
-        """Whether the latest plan has given places to sequences whose controllers can be asked now."""
+        """Whether the latest plan has given places to answers whose controllers can be asked now."""
         may_ask = self._exchange is None and not self._controlled.in_phase(Phase.MASK_READY)
         return may_ask and any(each.allocation for each in self._controlled.in_phase(Phase.NEW))
 
     @property
     def ask_at(self) -> float:
-        """When suspended sequences must be asked again, on trio's clock."""
+        """When suspended answers must be asked again, on trio's clock."""
         if self._exchange is not None or not self._controlled.in_phase(Phase.SUSPENDED):
             return math.inf
         return self._done_at + ASK_AGAIN_S
@@ -293,20 +292,20 @@ class ControllerDriver:
         return bool(self._freed or self._unused) or trio.current_time() >= self.ask_at
 
     @property
-    def _ready(self) -> list[Sequence]:
-        """The sequences that can ask for their masks."""
+    def _ready(self) -> list[Answer]:
+        """The answers that can ask for their masks."""
         return reading([each for each in self._controlled.in_phase(Phase.READY) if is_prefilled(each)])
 
     def _ask_post_pre(self) -> None:
         assert self._runtime is not None
         post: list[PostOp] = []
         pre: list[PreOp] = []
-        for sequence in self._controlled:
-            control = control_of(sequence)
+        for answer in self._controlled:
+            control = control_of(answer)
             if control.post is not None:
                 post.append(control.post)
                 control.post = None
-            elif control.phase is Phase.NEW and sequence.allocation is not None:
+            elif control.phase is Phase.NEW and answer.allocation is not None:
                 pre.append(PreOp(control.id, control.request.name))
             else:
                 continue
@@ -326,7 +325,7 @@ class ControllerDriver:
         self._send(exchange, take, self._post_pre_ms)
 
     def _ask_mid_for(self, step: InFlightStep) -> None:
-        """Ask for the masks of ``step``, which ran ahead: of the sequences whose controllers want another token."""
+        """Ask for the masks of ``step``, which ran ahead: of the answers whose controllers want another token."""
         asked = [each for each in self._ready if step.row_of(each) is not None]
         if asked:
             step.has_asked = True
@@ -334,11 +333,11 @@ class ControllerDriver:
         else:
             self._steps.give_up()
 
-    def _ask_mid(self, asked: abc.Sequence[Sequence]) -> None:
+    def _ask_mid(self, asked: Sequence[Answer]) -> None:
         assert self._runtime is not None
         ops = []
-        for sequence in asked:
-            control = control_of(sequence)
+        for answer in asked:
+            control = control_of(answer)
             ops.append(MidOp(control.id, control.clone_of))
             control.phase, control.clone_of, control.mask_requested = Phase.AWAITING_MASK, None, True
         exchange = self._runtime.mid(ops)
@@ -348,8 +347,8 @@ class ControllerDriver:
             self._exchanges_ms[1] = 1e3 * self._age_s
             if step is None:
                 self._is_slow = self._age_s > MAX_WAIT_S
-                for sequence in asked:
-                    control_of(sequence).needs_mask_first = self._is_slow
+                for answer in asked:
+                    control_of(answer).needs_mask_first = self._is_slow
             self._take_mid(exchange, {op.id: row for row, op in enumerate(ops)}, step)
 
         self._send(exchange, take, self._mid_ms)
@@ -388,54 +387,54 @@ class ControllerDriver:
     def _take_post_pre(self, exchange: Exchange[PostPreResults]) -> None:
         assert exchange.answer is not None
         for id, posted in exchange.answer.post.items():
-            sequence = self._forward_output(id, posted)
-            if sequence is not None and posted.result is not None and posted.result.stop:
-                send_rest(sequence)
-                self._loop.finish(sequence, "stop")
+            answer = self._forward_output(id, posted)
+            if answer is not None and posted.result is not None and posted.result.stop:
+                send_rest(answer)
+                self._loop.finish(answer, "stop")
         for id, found in exchange.answer.pre.items():
-            sequence = self._forward_output(id, found)
-            if sequence is not None and found.result is not None:
-                self._begin(sequence, found.result)
-        for sequence in self._controlled.in_phase(Phase.AWAITING_PRE):
-            self._fail(sequence, NO_ANSWER)
+            answer = self._forward_output(id, found)
+            if answer is not None and found.result is not None:
+                self._begin(answer, found.result)
+        for answer in self._controlled.in_phase(Phase.AWAITING_PRE):
+            self._fail(answer, NO_ANSWER)
         self._find_deadlocks({id for id, found in exchange.answer.pre.items() if found.skipped is True})
 
-    def _forward_output(self, id: int, found: SequenceResult[Any]) -> Sequence | None:
+    def _forward_output(self, id: int, found: SequenceResult[Any]) -> Answer | None:
         """Send the output of a controller to its client.
 
         Returns:
-            Its sequence; ``None`` if that has ended, or the controller failed.
+            Its answer; ``None`` if that has ended, or the controller failed.
         """
-        sequence = self._controlled.get(id)
-        if sequence is None:
+        answer = self._controlled.get(id)
+        if answer is None:
             return None
-        send_controller_output(sequence, found)
+        send_controller_output(answer, found)
         if found.error:
-            self._fail(sequence, found.error)
+            self._fail(answer, found.error)
             return None
-        return sequence
+        return answer
 
-    def _fail(self, sequence: Sequence, reason: str) -> None:
-        self._loop.finish(sequence, ControllerFailed(reason[-MAX_ERROR_CHARACTERS:]))
+    def _fail(self, answer: Answer, reason: str) -> None:
+        self._loop.finish(answer, ControllerFailed(reason[-MAX_ERROR_CHARACTERS:]))
 
-    def _begin(self, sequence: Sequence, result: PreResult) -> None:
-        """Act on the result of ``pre``, which begins a step of ``sequence``."""
-        control = control_of(sequence)
+    def _begin(self, answer: Answer, result: PreResult) -> None:
+        """Act on the result of ``pre``, which begins a step of ``answer``."""
+        control = control_of(answer)
         if result.ff_tokens:
-            self._loop.deliver(append_inserted(sequence, result.ff_tokens), trio.current_time())
-            if sequence.state is State.FINISHED:
+            self._loop.deliver(append_inserted(answer, result.ff_tokens), trio.current_time())
+            if answer.state is State.FINISHED:
                 return
-            if sequence.allocation is not None and not sequence.n_computed:
-                self._running.share_prefix(sequence)
+            if answer.allocation is not None and not answer.n_computed:
+                self._running.share_prefix(answer)
         if control.phase is Phase.SUSPENDED and not result.suspend:  # the time until its next token begins now
-            sequence.due_at, sequence.times.paused = trio.current_time() + sequence.target_itl_ms / 1e3, True
+            answer.due_at, answer.times.paused = trio.current_time() + answer.target_itl_ms / 1e3, True
         control.n_forks, control.is_permitted = result.num_forks, False
         control.waits_for = [] if result.waits_for is UNSET else result.waits_for
         if result.suspend or result.num_forks != 1:
             control.n_sampled_in_row = 0
         if result.num_forks == 0:
-            send_rest(sequence)
-            self._loop.finish(sequence, "stop")
+            send_rest(answer)
+            self._loop.finish(answer, "stop")
         elif result.suspend:
             control.phase = Phase.SUSPENDED
         elif result.num_forks > 1:
@@ -443,27 +442,27 @@ class ControllerDriver:
         else:
             control.phase = Phase.READY
         if control.phase is not Phase.FORK:
-            self._forking.give_up(sequence)
+            self._forking.give_up(answer)
 
     def _find_deadlocks(self, late: Set[int]) -> None:
-        """End requests whose sequences are all suspended, since none can wake another.
+        """End requests whose answers are all suspended, since none can wake another.
 
         Args:
-            late: sequences that are suspended only until their controllers answer.
+            late: answers that are suspended only until their controllers answer.
         """
         for request, live in self._controlled.by_request():
             controls = [control_of(each) for each in live]
             suspended = all(each.phase is Phase.SUSPENDED and each.id not in late for each in controls)
             request.n_deadlocked = request.n_deadlocked + 1 if suspended else 0
             if request.n_deadlocked >= MAX_SUSPENDED_EXCHANGES:
-                for sequence in live:
-                    self._loop.finish(sequence, "deadlock")
+                for answer in live:
+                    self._loop.finish(answer, "deadlock")
 
     def _take_mid(self, exchange: Exchange[MidResults], rows: Mapping[int, int], step: InFlightStep | None) -> None:
         """Act on the answer of ``mid``.
 
         Args:
-            rows: row of each mask, by the ids of sequences.
+            rows: row of each mask, by the ids of answers.
             step: the step that waits for the masks, unless it ended without them; ``None``: no step does yet.
         """
         assert exchange.answer is not None
@@ -473,10 +472,10 @@ class ControllerDriver:
             good = {id for id, found in exchange.answer.items() if not found.error and found.skipped is not True}
             self._steps.ready(step, {id: row for id, row in rows.items() if id in good})
         for id, found in exchange.answer.items():
-            sequence = self._forward_output(id, found)
-            if sequence is None:
+            answer = self._forward_output(id, found)
+            if answer is None:
                 continue
-            control = control_of(sequence)
+            control = control_of(answer)
             if found.skipped is True:
                 control.phase = Phase.READY
                 self._skipped += 1
@@ -486,11 +485,11 @@ class ControllerDriver:
                 control.phase, control.splice = Phase.MASK_READY, found.result
 
 
-def _can_go_on(sequence: Sequence) -> bool:
-    """Whether the next step could compute, splice or sample something of ``sequence``."""
-    if sequence.allocation is None:
+def _can_go_on(answer: Answer) -> bool:
+    """Whether the next step could compute, splice or sample something of ``answer``."""
+    if answer.allocation is None:
         return False
-    if sequence.n_known - 1 > sequence.n_computed:
-        return not sequence.is_blocked
-    phase = control_of(sequence).phase
-    return phase is Phase.MASK_READY or (phase is Phase.READY and sequence.sink.has_room)
+    if answer.n_known - 1 > answer.n_computed:
+        return not answer.is_blocked
+    phase = control_of(answer).phase
+    return phase is Phase.MASK_READY or (phase is Phase.READY and answer.sink.has_room)

@@ -1,19 +1,19 @@
-"""Forks of controlled sequences: which one is next, and whether it waits for room.
+"""Forks of controlled answers: which one is next, and whether it waits for room.
 
-Forks reserve cells for all that they may generate, like requests.  The first sequence that finds no room gets all that
+Forks reserve cells for all that they may generate, like requests.  The first answer that finds no room gets all that
 becomes free, before requests that wait in the queue.
 """
 
 from __future__ import annotations
 
-from collections import abc
+from collections.abc import Sequence
 from typing import Final
 
+from uma_trio.daemon.serving.answer import Answer
+from uma_trio.daemon.serving.controllers.answers import ControlledAnswers, control_of, is_prefilled, reading
 from uma_trio.daemon.serving.controllers.loop import Loop
-from uma_trio.daemon.serving.controllers.sequences import ControlledSequences, control_of, is_prefilled, reading
 from uma_trio.daemon.serving.controllers.state import Phase
 from uma_trio.daemon.serving.running import RunningSet
-from uma_trio.daemon.serving.sequence import Sequence
 from uma_trio.daemon.serving.waiting import WaitingQueue
 from uma_trio.errors import ControllerFailed, KvFull, UmaError
 from uma_trio.protocol.controllers import Fork
@@ -23,80 +23,80 @@ MAX_ANSWERS: Final = 1024
 
 
 class Forking:
-    """Forks the sequences of ``controlled`` that are in phase FORK."""
+    """Forks the answers of ``controlled`` that are in phase FORK."""
 
-    def __init__(self, controlled: ControlledSequences, running: RunningSet, waiting: WaitingQueue, loop: Loop) -> None:
+    def __init__(self, controlled: ControlledAnswers, running: RunningSet, waiting: WaitingQueue, loop: Loop) -> None:
         self._controlled = controlled
         self._running = running
         self._waiting = waiting
         self._loop = loop
-        self._found_no_room: tuple[Sequence, int] | None = None
-        """The sequence that is next, and changes of the cache when it found no room."""
+        self._found_no_room: tuple[Answer, int] | None = None
+        """The answer that is next, and changes of the cache when it found no room."""
 
     def is_possible(self) -> bool:
-        """Whether ``next_group`` would try, or refuse, to fork a sequence."""
-        sequence = self._next()
-        return sequence is not None and (not self._waits(sequence) or self._is_deadlocked(sequence))
+        """Whether ``next_group`` would try, or refuse, to fork an answer."""
+        answer = self._next()
+        return answer is not None and (not self._waits(answer) or self._is_deadlocked(answer))
 
-    def next_group(self) -> list[Sequence] | None:
-        """Fork the sequence that is next; end it if there will be no room for its forks.
+    def next_group(self) -> list[Answer] | None:
+        """Fork the answer that is next; end it if there will be no room for its forks.
 
         Returns:
-            The sequence and its forks; nothing if there is no such sequence, or it waits for room; ``None`` if it has ended.
+            The answer and its forks; nothing if there is no such answer, or it waits for room; ``None`` if it has ended.
         """
-        sequence = self._next()
-        if sequence is None:
+        answer = self._next()
+        if answer is None:
             self._keep_room(None)  # its client does not read
             return []
-        n = control_of(sequence).n_forks - 1
-        error: UmaError | None = self._why_never(sequence, n)
-        if error is None and not self._waits(sequence):
-            allocations = self._running.allocate_forks(sequence, n)
+        n = control_of(answer).n_forks - 1
+        error: UmaError | None = self._why_never(answer, n)
+        if error is None and not self._waits(answer):
+            allocations = self._running.allocate_forks(answer, n)
             if allocations is not None:
                 self._keep_room(None)
-                forks = self._controlled.fork(sequence, n)
+                forks = self._controlled.fork(answer, n)
                 self._running.begin_forks(forks, allocations)
-                _announce(sequence, forks)
-                return [sequence, *forks]
-            self._keep_room(sequence)
-        if error is None and self._is_deadlocked(sequence):
+                _announce(answer, forks)
+                return [answer, *forks]
+            self._keep_room(answer)
+        if error is None and self._is_deadlocked(answer):
             error = KvFull(f"no KV cells to fork into {n + 1} answers: every running request waits for cells")
         if error is None:
             return []
-        self._loop.finish(sequence, error)
+        self._loop.finish(answer, error)
         return None
 
-    def _why_never(self, sequence: Sequence, n: int) -> ControllerFailed | None:
-        """Why ``sequence`` can never have ``n`` forks; ``None``: it can."""
-        impossible = self._running.why_no_fork(sequence, n)
+    def _why_never(self, answer: Answer, n: int) -> ControllerFailed | None:
+        """Why ``answer`` can never have ``n`` forks; ``None``: it can."""
+        impossible = self._running.why_no_fork(answer, n)
         if impossible is not None:
             return ControllerFailed(f"the controller forks an answer into {n + 1}, but {impossible}")
-        if self._controlled.n_answers(sequence) + n > MAX_ANSWERS:
+        if self._controlled.n_answers(answer) + n > MAX_ANSWERS:
             return ControllerFailed(f"the controller forks into more than {MAX_ANSWERS} answers, the most of a request")
         return None
 
-    def _next(self) -> Sequence | None:
+    def _next(self) -> Answer | None:
         return next((each for each in self._ready() if is_prefilled(each)), None)
 
-    def _ready(self) -> list[Sequence]:
+    def _ready(self) -> list[Answer]:
         return reading(self._controlled.in_phase(Phase.FORK))
 
-    def give_up(self, sequence: Sequence) -> None:
-        """``sequence`` has ended, or no longer wants to fork."""
-        if self._found_no_room is not None and self._found_no_room[0] is sequence:
+    def give_up(self, answer: Answer) -> None:
+        """``answer`` has ended, or no longer wants to fork."""
+        if self._found_no_room is not None and self._found_no_room[0] is answer:
             self._keep_room(None)
 
-    def _keep_room(self, sequence: Sequence | None) -> None:
-        """All room that becomes free is for the forks of ``sequence``; ``None``: for requests that wait."""
-        self._found_no_room = None if sequence is None else (sequence, self._running.cache.changes)
-        self._waiting.keep_room(sequence)
+    def _keep_room(self, answer: Answer | None) -> None:
+        """All room that becomes free is for the forks of ``answer``; ``None``: for requests that wait."""
+        self._found_no_room = None if answer is None else (answer, self._running.cache.changes)
+        self._waiting.keep_room(answer)
 
-    def _waits(self, sequence: Sequence) -> bool:
-        """Whether ``sequence`` has found no room, and nothing has changed in the KV cache."""
-        return self._found_no_room == (sequence, self._running.cache.changes)
+    def _waits(self, answer: Answer) -> bool:
+        """Whether ``answer`` has found no room, and nothing has changed in the KV cache."""
+        return self._found_no_room == (answer, self._running.cache.changes)
 
-    def _is_deadlocked(self, sequence: Sequence) -> bool:
-        """Whether every other running sequence also waits for room, or for one that does, so no cell will become free."""
+    def _is_deadlocked(self, answer: Answer) -> bool:
+        """Whether every other running answer also waits for room, or for one that does, so no cell will become free."""
         if self._running.cache.offload.blocks_requests:
             return False
         wanting = self._ready()
@@ -105,7 +105,7 @@ class Forking:
         return all(other in waiting for other in self._running)
 
 
-def _announce(parent: Sequence, forks: abc.Sequence[Sequence]) -> None:
+def _announce(parent: Answer, forks: Sequence[Answer]) -> None:
     assert parent.index is not None
     for fork in forks:
         assert fork.index is not None

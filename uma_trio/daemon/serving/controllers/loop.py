@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from uma_trio.daemon.serving.answer import Answer
 from uma_trio.daemon.serving.new_tokens import NewTokens
-from uma_trio.daemon.serving.sequence import Sequence
 from uma_trio.errors import UmaError
 from uma_trio.protocol.usage import FinishReason
 
@@ -14,10 +14,10 @@ class Loop(Protocol):
     """What the driver has the scheduler do.  All of it happens at once, before the call returns."""
 
     def deliver(self, new: NewTokens, at: float) -> None:
-        """Send tokens that a sequence got at ``at``, and end it if they do."""
+        """Send tokens that an answer got at ``at``, and end it if they do."""
 
-    def finish(self, sequence: Sequence, reason: FinishReason | UmaError) -> None:
-        """End a sequence, unless it has ended.  Calls ``ControllerDriver.ended``."""
+    def finish(self, answer: Answer, reason: FinishReason | UmaError) -> None:
+        """End an answer, unless it has ended.  Calls ``ControllerDriver.ended``."""
 
     def end_wait(self) -> None:
         """There is work: end the wait for it."""

@@ -1,27 +1,26 @@
-"""The steps in flight that sample controlled sequences, and the masks for which the engine waits in them."""
+"""The steps in flight that sample controlled answers, and the masks for which the engine waits in them."""
 
 from __future__ import annotations
 
-from collections import abc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Final
 
 from uma_trio.daemon.engines.supervisor import SupervisedEngine
-from uma_trio.daemon.serving.controllers.sequences import control_of, is_prefilled
+from uma_trio.daemon.serving.answer import Answer
+from uma_trio.daemon.serving.controllers.answers import control_of, is_prefilled
 from uma_trio.daemon.serving.in_flight import InFlightSteps
-from uma_trio.daemon.serving.sequence import Sequence
 from uma_trio.daemon.serving.step import InFlightStep
 from uma_trio.engine_link.masks import MaskFile
 from uma_trio.engine_link.messages import StepInput, SubmittedStep
 
 SHORT_MASK_TIMEOUT_MS: Final = 2.0
-"""Time after the logits in which masks may still arrive, if the step has sequences without a controller and no
+"""Time after the logits in which masks may still arrive, if the step has answers without a controller and no
 grammar."""
 
 
 class MaskedSteps:
-    """Those of ``steps`` in which the engine waits for masks.  The key of a mask is the runtime's id of its sequence."""
+    """Those of ``steps`` in which the engine waits for masks.  The key of a mask is the runtime's id of its answer."""
 
     def __init__(self, engine: SupervisedEngine, steps: InFlightSteps) -> None:
         self._engine = engine
@@ -40,36 +39,36 @@ class MaskedSteps:
         return step is not None and step.has_asked
 
     def attach_masks(self, step: InFlightStep, message: SubmittedStep, masks: MaskFile | None) -> None:
-        """Have the engine wait for the masks of controlled sequences in a step that is not sent yet."""
+        """Have the engine wait for the masks of controlled answers in a step that is not sent yet."""
         sampled = self.sampled(step)
         if not sampled:
             return
         assert masks is not None
         self._engine.link.attach_masks(masks)
         inputs = dict(zip(step.rows, chain.from_iterable(message.calls), strict=True))
-        for sequence in sampled:
-            found = inputs[sequence]
+        for answer in sampled:
+            found = inputs[answer]
             if isinstance(found, StepInput):  # the others go on with the same key
-                found.samples[0].late_mask = control_of(sequence).id
-        plain = [sequence for sequence in step.rows if not sequence.control.exists]
-        if plain and not any(sequence.sampling.grammar for sequence in plain):
+                found.samples[0].late_mask = control_of(answer).id
+        plain = [answer for answer in step.rows if not answer.control.exists]
+        if plain and not any(answer.sampling.grammar for answer in plain):
             message.mask_timeout_ms = SHORT_MASK_TIMEOUT_MS
         step.is_masked = True
 
-    def sampled(self, step: InFlightStep) -> list[Sequence]:
-        """The controlled sequences that ``step`` samples."""
+    def sampled(self, step: InFlightStep) -> list[Answer]:
+        """The controlled answers that ``step`` samples."""
         return [each for each, row in step.rows.items() if each.control.exists and row.is_sampled]
 
-    def samples(self, sequence: Sequence) -> bool:
-        """Whether a step in flight samples the next token of ``sequence``."""
-        rows = [step.rows.get(sequence) for step in self.in_flight]
-        return any(row is not None and row.is_sampled for row in rows) and is_prefilled(sequence)
+    def samples(self, answer: Answer) -> bool:
+        """Whether a step in flight samples the next token of ``answer``."""
+        rows = [step.rows.get(answer) for step in self.in_flight]
+        return any(row is not None and row.is_sampled for row in rows) and is_prefilled(answer)
 
     def ready(self, step: InFlightStep, rows: Mapping[int, int]) -> None:
         """Tell the engine that the masks of ``step`` are ready, unless the step ended without them.
 
         Args:
-            rows: row of each mask, by the ids of sequences.
+            rows: row of each mask, by the ids of answers.
         """
         if self.in_flight.begun is step:
             self._engine.link.masks_ready(step.number, rows)
@@ -81,7 +80,7 @@ class MaskedSteps:
             step.has_asked = True
             self.ready(step, {})
 
-    def may_run_ahead(self, step: InFlightStep, exchanges_ms: abc.Sequence[float]) -> bool:
+    def may_run_ahead(self, step: InFlightStep, exchanges_ms: Sequence[float]) -> bool:
         """Whether all controllers in ``step`` are expected to want another token, and to answer while it computes.
 
         A controller that does not costs the time of a row.

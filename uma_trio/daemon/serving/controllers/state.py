@@ -1,4 +1,4 @@
-"""What the scheduler knows of a sequence with a controller."""
+"""What the scheduler knows of an answer with a controller."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ STEADY_TOKENS: Final = 2
 
 
 class Phase(enum.Enum):
-    """What a controlled sequence waits for."""
+    """What a controlled answer waits for."""
 
     NEW = enum.auto()
-    """The runtime has its controller, and no sequence for it yet."""
+    """The runtime has its controller, and no answer for it yet."""
     POST_PENDING = enum.auto()
     """The controller must get the last tokens: ``Control.post``."""
     AWAITING_PRE = enum.auto()
@@ -27,7 +27,7 @@ class Phase(enum.Enum):
     SUSPENDED = enum.auto()
     """The controller waits, and must be asked again."""
     FORK = enum.auto()
-    """The sequence becomes ``Control.n_forks`` sequences as soon as there is room for them."""
+    """The answer becomes ``Control.n_forks`` answers as soon as there is room for them."""
     READY = enum.auto()
     """The next token can be sampled as soon as there is a mask for it."""
     AWAITING_MASK = enum.auto()
@@ -41,34 +41,34 @@ class ControlledRequest:
     """A request with a controller, which chooses the tokens of all of its answers."""
 
     name: str
-    """The runtime's name of the controller until there is a sequence."""
+    """The runtime's name of the controller until there is an answer."""
     generation: int
     """Generation of the runtime that has it."""
     n_deadlocked: int = 0
-    """Exchanges in a row in which all of its sequences were suspended."""
+    """Exchanges in a row in which all of its answers were suspended."""
     n_removed: int = 0
     """Tokens that it has removed from its answers."""
 
 
 @attrs.define(eq=False, kw_only=True)
 class Control:
-    """The state of one controlled sequence."""
+    """The state of one controlled answer."""
 
     exists: ClassVar = True
     request: ControlledRequest
     id: int
-    """The runtime's id of the sequence; never used again."""
+    """The runtime's id of the answer; never used again."""
     phase: Phase = Phase.NEW
     post: PostOp | None = None
     """Tokens that were appended and that the controller must get.  In phase ``POST_PENDING``."""
     waits_for: list[str] = attrs.field(factory=list)
     """Variables that its controller waits for, if it says so.  In phase ``SUSPENDED``."""
     n_forks: int = 1
-    """How many sequences it becomes, itself included; more than 1 in phase ``FORK``."""
+    """How many answers it becomes, itself included; more than 1 in phase ``FORK``."""
     clone_of: int | None = None
-    """The sequence that the runtime has to copy for it."""
+    """The answer that the runtime has to copy for it."""
     needs_mask_first: bool = False
-    """Ask for the mask before the sampling step, not during it: the sequence was just forked, or its mask was late."""
+    """Ask for the mask before the sampling step, not during it: the answer was just forked, or its mask was late."""
     mask_requested: bool = False
     """A mask was requested for the next token.  In phase ``READY`` only if the controller skipped the step."""
     mask_row: int | None = None
@@ -95,12 +95,12 @@ class Control:
 
     @property
     def may_yield(self) -> bool:
-        """Whether the sequence can lose its place: a mask is for the next step."""
+        """Whether the answer can lose its place: a mask is for the next step."""
         return self.phase not in (Phase.AWAITING_MASK, Phase.MASK_READY)
 
     @property
     def is_suspended(self) -> bool:
-        """The controller waits for others, so the sequence has no work."""
+        """The controller waits for others, so the answer has no work."""
         return self.phase is Phase.SUSPENDED
 
     @property
@@ -116,7 +116,7 @@ class Control:
 
 
 class NoControl:
-    """In place of a ``Control``: the sequence has no controller."""
+    """In place of a ``Control``: the answer has no controller."""
 
     exists: Final = False
     may_sample: Final = True

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import enum
 import math
-from collections import abc
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Final, Protocol
 
 import attrs
@@ -20,8 +19,7 @@ from uma_trio.daemon.kv.lost_prefixes import Comparison
 from uma_trio.daemon.prompts.media import rows_between, whole_part
 from uma_trio.daemon.prompts.prompt import Prompt
 from uma_trio.daemon.scheduling.view import Priority, SequenceView
-from uma_trio.daemon.serving.controllers.state import NO_CONTROL, Control, NoControl
-from uma_trio.daemon.serving.sequence_parts import (
+from uma_trio.daemon.serving.answer_parts import (
     AnswerBounds,
     AnswerSampling,
     AnswerText,
@@ -29,6 +27,7 @@ from uma_trio.daemon.serving.sequence_parts import (
     Speculation,
     TokenTimes,
 )
+from uma_trio.daemon.serving.controllers.state import NO_CONTROL, Control, NoControl
 from uma_trio.daemon.store.answer_log import Change
 from uma_trio.engine_link.adapters import NO_ADAPTERS, AdapterSet
 from uma_trio.engine_link.grammar_state import GrammarState
@@ -41,14 +40,14 @@ from uma_trio.protocol.requests import Generate
 from uma_trio.protocol.usage import Explanation, FinishReason, Timings, Usage
 
 MIN_FORCED: Final = 0.125
-"""Share of forced tokens from which on a sequence counts as often forced; judged after ``MIN_TOKENS_TO_JUDGE``."""
+"""Share of forced tokens from which on an answer counts as often forced; judged after ``MIN_TOKENS_TO_JUDGE``."""
 
 MIN_TOKENS_TO_JUDGE: Final = 16
 
 NO_IDS: Final[frozenset[int]] = frozenset()
 
 NOT_PLACED: Final = -1
-"""In a view, instead of the sequence id of a sequence that waits."""
+"""In a view, instead of the sequence id of an answer that waits."""
 
 
 class EventSink(Protocol):
@@ -59,14 +58,14 @@ class EventSink(Protocol):
 
     @property
     def has_room(self) -> bool:
-        """Whether the sequence may go on.  The sink wakes the scheduler when this turns true again."""
+        """Whether the answer may go on.  The sink wakes the scheduler when this turns true again."""
 
 
 class TokenLog(Protocol):
     """Keeps the tokens of an answer, so that it can go on after the daemon was killed."""
 
     @property
-    def known(self) -> abc.Sequence[int]:
+    def known(self) -> Sequence[int]:
         """The tokens that the answer has at its beginning: those of an earlier daemon."""
 
     @property
@@ -74,13 +73,13 @@ class TokenLog(Protocol):
         """The state of mirostat after them."""
 
     @property
-    def changes(self) -> abc.Sequence[Change]:
+    def changes(self) -> Sequence[Change]:
         """How a client has changed the answer meanwhile.  What it inserted is among these tokens."""
 
     def attempt(self) -> None:
         """The answer is worked on from now on: a daemon that ends before the next token perhaps dies of it."""
 
-    def add(self, tokens: abc.Sequence[int], mu: float | None, changes: abc.Sequence[Change]) -> None:
+    def add(self, tokens: Sequence[int], mu: float | None, changes: Sequence[Change]) -> None:
         """Note new tokens, whose events have gone to the sink, and changes between them.  Never blocks."""
 
     async def kept(self, change: Change) -> None:
@@ -93,7 +92,7 @@ class TokenLog(Protocol):
 
 
 class State(enum.Enum):
-    """Where a sequence is.  It moves down this list and may skip; a lost KV cache sends it from DECODE to PREFILL."""
+    """Where an answer is.  It moves down this list and may skip; a lost KV cache sends it from DECODE to PREFILL."""
 
     WAITING = enum.auto()
     """Waits for KV cells."""
@@ -106,7 +105,7 @@ class State(enum.Enum):
 
 
 @attrs.define(eq=False, kw_only=True)
-class Sequence:
+class Answer:
     """One answer and everything that changes while it is served.  Times are trio's clock, in seconds."""
 
     request: Generate
@@ -186,7 +185,7 @@ class Sequence:
 
     @property
     def is_blocked(self) -> bool:
-        """Waits for another sequence to compute the prefix that both share, or for a saved state."""
+        """Waits for another answer to compute the prefix that both share, or for a saved state."""
         allocation = self.allocation
         return allocation is not None and (allocation.leader is not None or allocation.awaits_state)
 
@@ -207,7 +206,7 @@ class Sequence:
         return tokens if end <= n_prompt else tokens + self.tokens[max(0, start - n_prompt) : end - n_prompt]
 
     def view(self, *, pause: int = 0) -> SequenceView:
-        """What the policy may know of a sequence that no step in flight computes, without drafts.
+        """What the policy may know of an answer that no step in flight computes, without drafts.
 
         Args:
             pause: a step must end at this many tokens, for a checkpoint; 0: nowhere.
@@ -261,7 +260,7 @@ class Sequence:
             acceptance_rate=self.speculation.acceptance_rate,
         )
 
-    def drafts(self, n: int) -> abc.Sequence[int]:
+    def drafts(self, n: int) -> Sequence[int]:
         """At most ``n`` draft tokens; never so many that not all could become part of the answer.
 
         Tokens that its grammar forces are drafts that are always accepted.
@@ -296,7 +295,7 @@ class Sequence:
     def can_yield(self) -> bool:
         """Whether it can lose its place between two steps, and go on later.
 
-        A sequence that waits for another one or for a saved state computes soon.  A mask of its controller is for the next
+        An answer that waits for another one or for a saved state computes soon.  A mask of its controller is for the next
         step.
         """
         if self.state not in (State.PREFILL, State.DECODE) or self.is_blocked:
@@ -321,7 +320,7 @@ class Sequence:
         media = rows_between(self.prompt.media, start, end)
         return StepInput(self._seq_id, start, tokens, samples, stop_ids, grammar, adapters, media)
 
-    def decode_input(self, drafts: abc.Sequence[int] = ()) -> StepInput:
+    def decode_input(self, drafts: Sequence[int] = ()) -> StepInput:
         """The last token, and draft tokens that the same step verifies."""
         n = len(self.tokens)
         if self.sampling.history is not None:
@@ -379,11 +378,11 @@ class Sequence:
         """Set the state by how much is to be computed before the next token is sampled."""
         self.state = State.DECODE if self.tokens and self.n_known - self.n_computed == 1 else State.PREFILL
 
-    def fork(self, index: int, control: Control, now: float) -> Sequence:
+    def fork(self, index: int, control: Control, now: float) -> Answer:
         """A copy of it, of which nothing is in the KV cache yet, as answer ``index``; random numbers are its own."""
         sampling, own, text = self.sampling, self.index or 0, self.text
         params = sampling.params.with_seed((sampling.params.seed - own + index) % 2**63)
-        return Sequence(
+        return Answer(
             request=self.request,
             prompt=self.prompt,
             max_tokens=self.max_tokens,
@@ -471,7 +470,7 @@ class Sequence:
         )
 
     def eos(self, reason: FinishReason, now: float, explanation: Explanation | None) -> Eos:
-        """The last event of a sequence that was served, wholly or in part.
+        """The last event of an answer that was served, wholly or in part.
 
         Args:
             explanation: why tokens of its prompt were computed again, if its request asks for that.

@@ -1,9 +1,9 @@
-"""The parts of a sequence: what each of them owns changes together, and for one reason."""
+"""The parts of an answer: what each of them owns changes together, and for one reason."""
 
 from __future__ import annotations
 
 import math
-from collections import abc
+from collections.abc import Sequence
 from typing import Final
 
 import attrs
@@ -69,7 +69,7 @@ class AnswerText:
 
 @attrs.define
 class PlaceState:
-    """How a sequence stands with its place in the KV cache.  ``RunningSet`` changes it."""
+    """How an answer stands with its place in the KV cache.  ``RunningSet`` changes it."""
 
     queued_at: float
     """Since when it has been waiting for a place, if it is: its arrival, or the time at which it lost its place."""
@@ -131,14 +131,14 @@ class PlaceState:
 
 @attrs.define
 class DraftState:
-    """How the draft model serves one sequence."""
+    """How the draft model serves one answer."""
 
     acceptance_rate: float
     """Expected share of the tokens for which it proposes the right one."""
     precision: float = 1.0
     """Expected share of the proposed tokens that are right; it mostly stops before a wrong one."""
     n_computed: int = 0
-    """Tokens of the sequence that it has computed."""
+    """Tokens of the answer that it has computed."""
     seq_id: int | None = None
     """The sequence id under which it has."""
 
@@ -151,7 +151,7 @@ class Speculation:
     """Proposes some from what the prompt and the answer have, if speculation is on."""
     model: DraftState | None = None
     """How the draft model serves it, if there is one and speculation is on."""
-    forced: abc.Sequence[int] = ()
+    forced: Sequence[int] = ()
     """The only tokens that can follow by its grammar, as far as they are known: drafts that are always accepted."""
     n_forced: int = 0
     """Tokens of the answer that were forced."""
