@@ -15,9 +15,17 @@ def engine() -> FakeEngine:
     return FakeEngine(n_ctx=100_000, n_seq_max=4, cost_ms=lambda prompt, decodes: 5 + 0.1 * prompt + 0.5 * decodes)
 
 
+class VirtualMeter(EnergyMeter):
+    """Reads without a thread, which would take no virtual time."""
+
+    async def read(self) -> float:
+        await trio.lowlevel.checkpoint()
+        return self.joules()
+
+
 def meter(watts: float = 50.0) -> EnergyMeter:
     """Counts a constant power."""
-    return EnergyMeter(
+    return VirtualMeter(
         [NvidiaCard(lambda: round(1e3 * watts * trio.current_time()), round(1e3 * watts * trio.current_time()))]
     )
 
@@ -92,3 +100,41 @@ async def test_a_counter_that_goes_away_ends_nothing(autojump_clock):
         asked = harness.ask(100, 10, ignore_eos=True)
         await asked.done.wait()
         assert asked.usage.energy_j is None
+
+
+async def test_no_step_waits_for_a_slow_counter(autojump_clock):
+    class SlowMeter(VirtualMeter):
+        async def read(self) -> float:
+            await trio.sleep(10)
+            return self.joules()
+
+    async def seconds(found: EnergyMeter | None) -> float:
+        async with running(engine(), meter=found) as harness:
+            began = trio.current_time()
+            asked = harness.ask(100, 100, ignore_eos=True)
+            await asked.done.wait()
+            return trio.current_time() - began
+
+    with_counter = await seconds(SlowMeter(meter().counters))
+    assert with_counter == pytest.approx(await seconds(None), rel=0.001)
+
+
+async def test_the_power_is_measured_only_while_there_is_work(autojump_clock):
+    reads = 0
+
+    class CountingMeter(VirtualMeter):
+        async def read(self) -> float:
+            nonlocal reads
+            reads += 1
+            return self.joules()
+
+    async with running(engine(), meter=CountingMeter(meter().counters)) as harness:
+        await trio.sleep(100)
+        before = reads
+        asked = harness.ask(100, 1000, ignore_eos=True)
+        await asked.done.wait()
+        during = reads
+        await trio.sleep(100)
+    assert before == 2, "a power is known from the start"
+    assert during > 20
+    assert reads - during <= 2

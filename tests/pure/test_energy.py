@@ -114,7 +114,7 @@ def run(watts: float, *, busy_w: float, idle_w: float, seconds: float = 60) -> t
         used = 0.1 * busy_w + pause * idle_w
         elapsed = 0.1 + pause
         now, joules, busy = now + elapsed, joules + used, busy + 0.1
-        pause = rest.after_tick(0.1, now, used)
+        pause = rest.after_tick(0.1, now, used / elapsed)
     return joules / now, busy / now
 
 
@@ -131,6 +131,7 @@ def test_a_device_that_needs_more_even_at_rest_goes_on_slowly() -> None:
 
 
 def test_a_power_that_nobody_counts_is_no_limit() -> None:
+    assert Rest(PowerLimit(watts=40)).after_tick(0.1, 0.1, None) == 0, "the counter has gone"
     assert rest_of("40W", counts_energy=False) is None
     assert rest_of("40W", counts_energy=True) is not None
     assert rest_of("50%", counts_energy=False) is not None

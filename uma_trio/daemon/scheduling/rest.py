@@ -29,19 +29,21 @@ class Rest:
         """Count from ``now`` on: there was no work before."""
         self._since = now
 
-    def after_tick(self, busy_s: float, now: float, joules: float) -> float:
+    def after_tick(self, busy_s: float, now: float, taken_watts: float | None) -> float:
         """Seconds to rest.
 
         Args:
             busy_s: how long the device has computed.
-            joules: that it has taken since the last call, in the rest after it too; ignored with a share.
+            taken_watts: the power that it takes, in rests too; ``None``: nobody counts it, so it need not rest.  Ignored with a share.
         """
         elapsed_s, self._since = now - self._since, now
         longest_s = busy_s * (1 / MIN_SHARE - 1)
         if self._limit.share is not None:
             return min(longest_s, busy_s * (1 / self._limit.share - 1))
         watts = self._limit.watts or 1.0
-        saved_j = self._saved_j + watts * elapsed_s - joules
+        if taken_watts is None:
+            return 0.0
+        saved_j = self._saved_j + (watts - taken_watts) * elapsed_s
         self._saved_j = max(-watts * longest_s, min(watts * MAX_SAVED_S, saved_j))
         return max(0.0, -self._saved_j / watts)
 

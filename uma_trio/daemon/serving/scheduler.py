@@ -400,6 +400,7 @@ class Scheduler:
             async with trio.open_nursery() as nursery:
                 await nursery.start(self.offloader.run)
                 nursery.start_soon(self._engine.watch)
+                nursery.start_soon(self._energy.run)
                 task_status.started()
                 while True:
                     await self._tick()
@@ -472,7 +473,7 @@ class Scheduler:
             return
         now = trio.current_time()
         busy_s = sum([each.duration_ms for each in completed]) / 1e3
-        await trio.sleep(rest.after_tick(busy_s, now, self._energy.divide(now)))
+        await trio.sleep(rest.after_tick(busy_s, now, self._energy.watts))
 
     async def _ask_controllers(self, completed: list[CompletedStep]) -> None:
         """Tell controllers what ``completed`` sampled, and wait a moment for what they say about the next step.
@@ -656,7 +657,6 @@ class Scheduler:
             reason.request_id = answer.request.id
             answer.sink.send(Failure.of(reason, metadata=answer.request.metadata, index=answer.index))
         else:
-            self._energy.divide(answer.times.ended_at)
             explain = answer.request.explain
             explanation = self._explainer.of(answer, self.timings.cost.prefill_token_ms) if explain else None
             answer.sink.send(answer.eos(reason, answer.times.ended_at, explanation))
