@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.support.kv_cache import HELLO, MORE, OTHER, SYSTEM, done, make_cache, tokens
+from tests.support.kv_cache import HELLO, LONG, MORE, OTHER, SYSTEM, done, make_cache, tokens, uncuttable
 from uma_trio.daemon.kv import lost_prefixes
 from uma_trio.daemon.kv.allocation import Allocation
 from uma_trio.daemon.kv.cache import KvCache
@@ -60,6 +60,22 @@ def test_a_restart_of_the_engine_loses_all() -> None:
     lost = compare(cache, tokens(SYSTEM, HELLO)).lost
     assert lost is not None
     assert (lost.cause, lost.claimant) == ("engine", None)
+
+
+def test_tokens_that_are_there_and_cannot_be_taken_have_an_obstacle() -> None:
+    copies = {"unified": False, "cells_per_sequence": 4096}  # so fewer than 64 tokens are not worth a copy
+    few = compare(with_conversation(make_cache(**copies)), tokens(SYSTEM, OTHER))
+    assert (few.n_common, few.obstacle) == (50, "short")
+    many = compare(with_conversation(make_cache(**copies)), tokens(SYSTEM, HELLO, OTHER))
+    assert (many.n_common, many.obstacle) == (100, "computing"), "unless it is copied"
+    recurrent = compare(with_conversation(uncuttable()), tokens(SYSTEM, OTHER))
+    assert (recurrent.n_common, recurrent.obstacle) == (50, "checkpoint")
+
+
+def with_conversation(cache: KvCache) -> KvCache:
+    """The cache, with a long conversation that begins with ``SYSTEM`` and ``HELLO``."""
+    done(cache, tokens(SYSTEM, HELLO, MORE), LONG)
+    return cache
 
 
 def test_the_memory_is_bounded_and_forgets_closed_sessions(monkeypatch: pytest.MonkeyPatch) -> None:

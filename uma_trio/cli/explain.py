@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -11,6 +12,7 @@ from uma_trio.cli.client_options import reporting_errors, say_which_daemon, sock
 
 if TYPE_CHECKING:
     from uma_trio.client import Explanation
+    from uma_trio.protocol.usage import Obstacle
 
 KINDS: Final = {
     "number": "a number",
@@ -26,6 +28,12 @@ CAUSES: Final = {
     "limit": "Idle sequences had more than their share of the KV cache",
     "continued": "that begins alike went on from a part of it",
     "engine": "The engine was started again",
+}
+
+OBSTACLES: Final[Mapping[Obstacle, str]] = {
+    "short": "So few tokens are computed sooner than the sequence that has them is copied",
+    "checkpoint": "The memory of this model goes back to checkpoints only, and there was none",
+    "computing": "Another request was still computing them",
 }
 
 
@@ -74,6 +82,8 @@ def in_words(explanation: Explanation) -> list[str]:
             lines.append(
                 f"{explanation.common_tokens} tokens were there, but this request could not take all of them; {again}"
             )
+            if explanation.obstacle is not None:
+                lines.append(OBSTACLES[explanation.obstacle])
         case "lost":
             lines += [f"{explanation.common_tokens} tokens had been in the KV cache; {again}", _loss(explanation)]
         case "changed":

@@ -24,6 +24,12 @@ LossCause = Literal["room", "limit", "continued", "engine"]
 another request that begins alike went on from a part of them; the engine was started again."""
 
 
+Obstacle = Literal["short", "checkpoint", "computing"]
+"""Why a request could not take tokens that were there: they are so few that computing them is faster than copying the
+sequence that has them; the model's memory goes back to checkpoints only, and there is none; a request was still computing
+them, and this one did not wait for it or waited in vain."""
+
+
 @attrs.frozen(kw_only=True)
 class Change:
     """The first difference of a prompt to an earlier one."""
@@ -70,6 +76,8 @@ class Explanation:
     """With ``changed``: what."""
     loss: Loss | None = None
     """With ``lost``: why."""
+    obstacle: Obstacle | None = None
+    """With ``not_shared``: why."""
     id: str | None = None
     """The id of the query."""
 

@@ -142,11 +142,13 @@ class KvCache:
         new = self._allocate(allocation, match, parked)
         if new is None or allocation.private:
             return new
-        return attrs.evolve(new, comparison=self._pool.lost.compare(allocation, match.nearest, match.n_in_common))
+        return attrs.evolve(
+            new, comparison=self._pool.lost.compare(allocation, match.nearest, match.n_in_common, match.obstacle)
+        )
 
     def _allocate(self, allocation: Allocation, match: Match, parked: SavedState | None) -> NewAllocation | None:
         pool, sharing, cells = self._pool, self._sharing, allocation.reserved
-        source, n_shared, n_in_common, _ = match
+        source, n_shared, n_in_common, *_ = match
         self._truncation.plan_pauses(allocation, n_shared, n_in_common)
         state = parked
         if parked is None or len(parked.tokens) - n_shared < MIN_SHARED_TOKENS:
@@ -219,7 +221,7 @@ class KvCache:
         if allocation.n_tokens or allocation.leader is not None or allocation.awaits_state or allocation.n_shared:
             return
         allocation.tokens = tokens
-        source, n_shared, n_in_common, _ = self._sharing.find(allocation)
+        source, n_shared, n_in_common, *_ = self._sharing.find(allocation)
         self._truncation.plan_pauses(allocation, n_shared, n_in_common)
         self._record_reuse(allocation, source, n_shared)
         if source is not None:

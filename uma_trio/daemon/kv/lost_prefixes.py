@@ -11,7 +11,7 @@ import attrs
 from uma_trio.daemon.kv.allocation import Allocation
 from uma_trio.engine_link.adapters import AdapterSet
 from uma_trio.engine_link.tokens import TokenIds, common_prefix
-from uma_trio.protocol.usage import LossCause
+from uma_trio.protocol.usage import LossCause, Obstacle
 
 MAX_LOST: Final = 64
 """Sequences that are remembered."""
@@ -43,6 +43,8 @@ class Comparison:
     """The tokens that have the longest prefix in common with the prompt, there or lost; ``None``: none begins alike."""
     lost: LostPrefix | None = None
     """Set if these tokens are lost."""
+    obstacle: Obstacle | None = None
+    """Why tokens that are there may have to be computed nevertheless."""
 
 
 class LostPrefixes:
@@ -71,11 +73,14 @@ class LostPrefixes:
         while len(self._lost) > MAX_LOST or self._n_tokens > MAX_LOST_TOKENS:
             self._n_tokens -= len(self._lost.popleft().tokens)
 
-    def compare(self, allocation: Allocation, nearest: TokenIds | None, n_common: int) -> Comparison:
+    def compare(
+        self, allocation: Allocation, nearest: TokenIds | None, n_common: int, obstacle: Obstacle | None
+    ) -> Comparison:
         """How the prompt of ``allocation`` compares with the tokens that are there and those that are lost.
 
         Args:
             nearest: those of a sequence that is there, and has ``n_common`` tokens in common with the prompt.
+            obstacle: why the request may not get these.
         """
         prompt, longest = allocation.tokens[:-1], None
         for lost in reversed(self._lost):
@@ -86,7 +91,7 @@ class LostPrefixes:
                 if n > n_common:
                     longest, n_common = lost, n
         earlier = nearest if longest is None else longest.tokens
-        return Comparison(n_common, earlier if n_common else None, longest)
+        return Comparison(n_common, earlier if n_common else None, longest, obstacle)
 
     def forget(self, tokens: TokenIds, principal: str) -> None:
         """Forget what belongs to ``principal`` and is a prefix of ``tokens``."""

@@ -19,6 +19,7 @@ from uma_trio.daemon.kv.pool import Pool
 from uma_trio.daemon.kv.truncation import Truncation
 from uma_trio.engine_link.kv_ops import CopyPrefix
 from uma_trio.engine_link.tokens import MIN_SHARED_TOKENS, TokenIds, common_prefix
+from uma_trio.protocol.usage import Obstacle
 
 
 class Match(NamedTuple):
@@ -32,6 +33,8 @@ class Match(NamedTuple):
     """Longest common prefix with any sequence, including tokens that cannot be reused."""
     nearest: TokenIds | None
     """The tokens of that sequence; of several, the one that became idle last."""
+    obstacle: Obstacle | None = None
+    """If the request does not get these tokens: why."""
 
 
 class PrefixSharing:
@@ -80,7 +83,15 @@ class PrefixSharing:
             quality = (shared, min(shared, other.n_tokens), other.is_idle, -other.n_tokens)
             if quality > best:
                 source, best = other, quality
-        return Match(source, 0 if source is None else best[0], n_in_common, None if nearest is None else nearest.tokens)
+        n_shared = 0 if source is None else best[0]
+        if nearest is None:
+            return Match(source, n_shared, n_in_common, None)
+        obstacle: Obstacle = "computing"
+        if n_in_common < self._min_copied:
+            obstacle = "short"
+        elif n_shared < n_in_common and (nearest.is_idle or not truncation.can_truncate):
+            obstacle = "checkpoint"
+        return Match(source, n_shared, n_in_common, nearest.tokens, obstacle)
 
     def may_take_over(self, source: Allocation, n_shared: int) -> bool:
         """Whether the tokens of ``source`` after the shared prefix may be removed."""

@@ -132,6 +132,7 @@ class Explainer:
             again_tokens=0 if reason == "cached" else n_again,
             cost_ms=0.0 if reason == "cached" else round(n_again * found.token_ms, 1),
             change=change,
+            obstacle=comparison.obstacle if reason == "not_shared" else None,
             loss=None
             if lost is None or reason != "lost"
             else Loss(
