@@ -8,9 +8,11 @@ from typing import Any
 
 import openai
 import pytest
+from click.testing import CliRunner, Result
 
 from tests.gateway.conftest import Gateway
 from tests.support.real_daemon import real_daemon
+from uma_trio.cli import main
 
 QUESTION = "What is the capital of France?"
 ANSWER = "The capital of France is Paris."
@@ -49,6 +51,23 @@ def test_a_response_is_stored_unless_the_client_says_otherwise(gateway: Gateway)
     assert (other.output_text, other.store) == (ANSWER, False)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(other.id)
+
+
+def test_lists_for_people_leave_stored_responses_out(gateway: Gateway) -> None:
+    name = gateway.openai().responses.create(**ASK).id
+    shell = CliRunner()
+
+    def listed(*command: str) -> Result:
+        found = shell.invoke(main, [*command, "--socket", str(gateway.daemon.socket)])
+        assert found.exit_code == 0, found.output
+        return found
+
+    for command in (["attach"], ["sessions"], ["sessions", "list"]):
+        found = listed(*command)
+        assert "resp_" not in found.stdout
+        assert "stored responses of OpenAI's API; --all lists them" in found.stderr
+        assert name in listed(*command, "--all").stdout
+        assert name in listed(*command, "--json").stdout, "programs get all"
 
 
 def test_errors_about_an_earlier_response_name_the_field_of_the_request(gateway: Gateway) -> None:

@@ -9,6 +9,7 @@ import click
 
 from uma_trio.cli.client_options import reporting_errors, say_which_daemon, socket_option
 from uma_trio.cli.exits import INCOMPLETE, OK, SERVER_ERROR
+from uma_trio.cli.listed import all_option, chosen_names
 from uma_trio.cli.stdio import note, print_table, when
 
 
@@ -24,10 +25,19 @@ from uma_trio.cli.stdio import note, print_table, when
 @click.option("--cancel", "action", flag_value="cancel", help="End the answer.")
 @click.option("--delete", "action", flag_value="delete", help="Remove the answer; ends it before, if need be.")
 @click.option("--json", "as_json", is_flag=True, help="Print events, or descriptions of answers, as JSON lines.")
+@all_option
 @click.option("--stats", is_flag=True, help="Print usage, timings and the id of the request to stderr at the end.")
 @socket_option()
-def command(id: str | None, after: int, action: str | None, as_json: bool, stats: bool, socket: str | None) -> None:
-    """Print a detached answer from its beginning, and follow it to its end; without ID, list all.
+def command(
+    id: str | None,
+    after: int,
+    action: str | None,
+    as_json: bool,
+    shows_all: bool,
+    stats: bool,
+    socket: str | None,
+) -> None:
+    """Print a detached answer from its beginning, and follow it to its end; without ID, list them.
 
     An answer is detached if it was begun with uma-trio ask --detach.  Ctrl-C ends this command, and not the answer.
 
@@ -46,14 +56,16 @@ def command(id: str | None, after: int, action: str | None, as_json: bool, stats
     from uma_trio.cli.run_trio import run
 
     if id is None and (after or action is not None):
-        raise click.UsageError("name the answer; uma-trio attach without options lists all")
+        raise click.UsageError("name the answer; uma-trio attach without options lists them")
+    if id is not None and shows_all:
+        raise click.UsageError("--all goes with a list, so give no ID")
     code = SERVER_ERROR
     with reporting_errors("attach", socket):
         run(say_which_daemon, "attach", socket)
         if id is not None and action is None:
             code = run(_follow, id, after, as_json, stats, socket)
         else:
-            code = run(_describe, id, action, as_json, socket)
+            code = run(_describe, id, action, as_json, shows_all, socket)
     sys.exit(code)
 
 
@@ -75,7 +87,7 @@ async def _follow(id: str, after: int, as_json: bool, stats: bool, socket: str |
     return INCOMPLETE if event.reason == "cancelled" or event.constraint_complete is False else OK
 
 
-async def _describe(id: str | None, action: str | None, as_json: bool, socket: str | None) -> int:
+async def _describe(id: str | None, action: str | None, as_json: bool, shows_all: bool, socket: str | None) -> int:
     import json
 
     import attrs
@@ -100,6 +112,6 @@ async def _describe(id: str | None, action: str | None, as_json: bool, socket: s
         note(f"{id} is deleted" if action == "delete" else f"{id} is {answers[0].state}")
     elif not answers:
         note("there are no detached answers; uma-trio ask --detach begins one")
-    else:
-        print_table([("ID", "STATE", "EVENTS", "BEGUN"), *map(row, answers)])
+    elif shown := chosen_names(answers, lambda each: each.answer_id, shows_all=shows_all):
+        print_table([("ID", "STATE", "EVENTS", "BEGUN"), *map(row, shown)])
     return OK

@@ -16,6 +16,7 @@ from uma_trio.cli.answer import call_line
 from uma_trio.cli.client_options import reporting_errors, say_which_daemon, socket_option
 from uma_trio.cli.completion import model_name, session_name
 from uma_trio.cli.exits import SERVER_ERROR
+from uma_trio.cli.listed import all_option, chosen_names
 from uma_trio.cli.stdio import fail, print_table, when
 
 if TYPE_CHECKING:
@@ -47,13 +48,14 @@ _model_option = click.option(
     invoke_without_command=True,
 )
 @_options
+@all_option
 @click.pass_context
-def command(context: click.Context, as_json: bool, model: str | None, socket: str | None) -> None:
+def command(context: click.Context, as_json: bool, shows_all: bool, model: str | None, socket: str | None) -> None:
     """List, show, export, fork and close your sessions: conversations that the daemon remembers.
 
     The first request with a session's name begins the session, and further requests continue it.  A session
     survives restarts of the daemon.  It ends when you close it, or after session_ttl_s without use (30 days by
-    default).  Without a subcommand, all sessions are listed.  Each model of the daemon has sessions of its own.
+    default).  Without a subcommand, sessions are listed.  Each model of the daemon has sessions of its own.
 
     \b
       uma-trio ask --session trip "What is the capital of France?"
@@ -69,15 +71,18 @@ def command(context: click.Context, as_json: bool, model: str | None, socket: st
     """
     context.obj = (as_json, socket, model)
     if context.invoked_subcommand is None:
-        _list(context, as_json, model, socket)
+        _list(context, as_json, model, socket, shows_all=shows_all)
+    elif shows_all:
+        raise click.UsageError("--all comes after the subcommand: uma-trio sessions list --all")
 
 
 @command.command("list")
 @_options
+@all_option
 @click.pass_context
-def list_(context: click.Context, as_json: bool, model: str | None, socket: str | None) -> None:
-    """List all sessions, the most recently used first."""
-    _list(context, as_json or context.obj[0], model, socket)
+def list_(context: click.Context, as_json: bool, shows_all: bool, model: str | None, socket: str | None) -> None:
+    """List sessions, the most recently used first; with --json all of them."""
+    _list(context, as_json or context.obj[0], model, socket, shows_all=shows_all)
 
 
 @command.command(short_help="Show how long and how old a session is.")
@@ -268,15 +273,17 @@ def _confirm(question: str) -> None:
         raise click.UsageError("nobody confirmed; to close all sessions without a question, add --yes") from None
 
 
-def _list(context: click.Context, as_json: bool, model: str | None, socket: str | None) -> None:
+def _list(context: click.Context, as_json: bool, model: str | None, socket: str | None, *, shows_all: bool) -> None:
     by_model = _run(context, socket, lambda client: _by_model(client, model or context.obj[2]))
     if as_json:
         for name, sessions in by_model.items():
             _print(sessions, as_json=True, model=name)
         return
-    _print_table(
-        [(name, session) for name, sessions in by_model.items() for session in sessions], n_models=len(by_model)
-    )
+    found = [(name, session) for name, sessions in by_model.items() for session in sessions]
+    if not found:
+        click.echo('no sessions yet; begin one with: uma-trio ask --session NAME "..."')
+    elif shown := chosen_names(found, lambda each: each[1].session_id, shows_all=shows_all):
+        _print_table(shown, n_models=len(by_model))
 
 
 async def _by_model(client: Client, model: str | None) -> dict[str, list[SessionInfo]]:
@@ -390,9 +397,6 @@ def _print(sessions: list[SessionInfo], as_json: bool, model: str | None = None)
 
 def _print_table(sessions: Sequence[tuple[str | None, SessionInfo]], *, n_models: int) -> None:
     """Print sessions with the names of their models, which are shown if there are several."""
-    if not sessions:
-        click.echo('no sessions yet; begin one with: uma-trio ask --session NAME "..."')
-        return
     rows = [("SESSION", "MODEL", "TURNS", "TOKENS", "LAST USED", "STATE")]
     rows += [
         (_without_controls(s.session_id), model or "", f"{s.turns:,}", f"{s.tokens:,}", when(s.used_at), _state(s))
