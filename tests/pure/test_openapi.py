@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from starlette.responses import Response
 from uma_trio.gateway.application import ENDPOINTS
 from uma_trio.gateway.endpoint import Call, Dialect, by_path
 from uma_trio.gateway.openapi import document
+
+GATEWAY = Path(__file__).parents[2] / "uma_trio" / "gateway"
 
 
 def patterns(schema: Any) -> Iterator[str]:
@@ -49,6 +52,30 @@ def test_each_answer_to_json_may_have_warnings() -> None:
         if refuses_warnings(content.get("schema", {}), found["components"]["schemas"])
     ]
     assert not wrong
+
+
+def test_parameters_of_queries_are_documented() -> None:
+    def parameters(path: str, method: str = "get") -> dict[str, Any]:
+        found = document(ENDPOINTS)["paths"][path][method]["parameters"]
+        return {each["name"]: each["schema"] for each in found if each["in"] == "query"}
+
+    assert parameters("/v1/watch") == {
+        "model": {"type": "string"},
+        "interval_ms": {"type": "integer", "minimum": 50, "maximum": 60_000, "default": 250},
+    }
+    assert parameters("/v1/responses/{id}")["stream"] == {"type": "boolean", "default": False}
+    assert parameters("/v1/models") == {  # those of Anthropic's API, which has the same path
+        "limit": {"type": "integer", "minimum": 1, "maximum": 1000},
+        "after_id": {"type": "string"},
+        "before_id": {"type": "string"},
+    }
+    assert set(parameters("/v1/controllers/{module_id}", "delete")) == {"owner"}
+
+
+def test_all_parameters_of_queries_are_read_in_one_place() -> None:
+    """There an assertion holds the endpoint to what the document says."""
+    readers = [each.name for each in GATEWAY.rglob("*.py") if "query_params" in each.read_text()]
+    assert readers == ["endpoint.py"]
 
 
 def test_a_header_says_which_of_two_dialects_of_a_path_is_meant() -> None:

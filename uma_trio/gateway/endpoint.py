@@ -134,6 +134,8 @@ class Endpoint:
     """Its docstring is the endpoint's in the OpenAPI document, the first sentence as the summary."""
     body: type | None = None
     """What a request contains, as JSON."""
+    query: type[msgspec.Struct] | None = None
+    """Parameters that a query string may have."""
     others: tuple[Endpoint, ...] = ()
     """Endpoints of other dialects at the same path, for requests with the header of their dialect."""
     is_batched: bool = False
@@ -276,9 +278,13 @@ class Call:
     def query(self, cls: type[T]) -> T:
         """The parameters of the query string; of those that are there twice, the last one.
 
+        Args:
+            cls: the ``query`` of the endpoint.
+
         Raises:
             HttpError: one is of the wrong type or out of bounds.
         """
+        assert cls is self.endpoint.query, "the OpenAPI document has the parameters of the endpoint"
         return converted(dict(self.request.query_params), cls, "parameter", strict=False)[0]
 
     async def read_fields(self) -> Mapping[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -95,10 +95,9 @@ def _operation(endpoint: Endpoint, schema_of: dict[Any, dict[str, Any]]) -> dict
         "responses": {"200": {"description": "The answer", "content": content}},
     }
     names = [part[1:-1] for part in template_of(endpoint.path).split("/") if part.startswith("{")]
-    if names:
-        operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
-        ]
+    parameters = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
+    if parameters := [*parameters, *_query_parameters(endpoint)]:
+        operation["parameters"] = parameters
     if endpoint.body is not None:
         content = {JSON: {"schema": schema_of[endpoint.body]}}
         operation["requestBody"] = {"required": True, "content": content}
@@ -112,6 +111,22 @@ def _operation(endpoint: Endpoint, schema_of: dict[Any, dict[str, Any]]) -> dict
     for status in ERRORS:
         operation["responses"][str(status)] = {"description": HTTPStatus(status).phrase, "content": error}
     return operation
+
+
+def _query_parameters(endpoint: Endpoint) -> Iterator[dict[str, Any]]:
+    """The parameters of the query string, of other dialects at the same path as well."""
+    for query in filter(None, (each.query for each in (endpoint, *endpoint.others))):
+        _, components = msgspec.json.schema_components([query], ref_template=REFERENCE)
+        for name, schema in components[query.__name__]["properties"].items():
+            [kind] = [each for each in schema.pop("anyOf", [{}]) if each != {"type": "null"}]  # it cannot say null
+            schema = {each: value for each, value in {**schema, **kind}.items() if (each, value) != ("default", None)}
+            yield {
+                "name": name,
+                "in": "query",
+                "required": False,
+                "description": schema.pop("description", ""),
+                "schema": schema,
+            }
 
 
 def _answer(endpoint: Endpoint, media_type: str, schema_of: dict[Any, dict[str, Any]]) -> dict[str, Any]:

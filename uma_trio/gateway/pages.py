@@ -7,16 +7,18 @@ import html
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from importlib import resources
 from importlib.resources.abc import Traversable
-from typing import Final
+from typing import Annotated, Final
 
+from msgspec import Meta
 from starlette.responses import Response
 
 from uma_trio.client import Activity, Event
 from uma_trio.gateway.answer import EVENT_STREAM, Renderer, sse
 from uma_trio.gateway.daemon_client import Daemon
+from uma_trio.gateway.dialects.common.fields import ModelQuery
 from uma_trio.gateway.dialects.starling.dialect import STARLING
 from uma_trio.gateway.endpoint import Call, Endpoint
-from uma_trio.gateway.errors import HttpError, invalid
+from uma_trio.gateway.errors import HttpError
 from uma_trio.protocol.messages import to_fields
 from uma_trio.protocol.parameters import ROWS, Field
 
@@ -97,18 +99,20 @@ PAGES: Final = (*_files("/", FOLDER, "/dashboard"), *_files("/chat", CHAT, "/cha
 """Not in the OpenAPI document, which is for programs.  ``HEAD /`` is how clients of Ollama look for a server."""
 
 
+class WatchParameters(ModelQuery, kw_only=True):
+    """What is watched, and how often."""
+
+    interval_ms: Annotated[int, Meta(ge=50, le=60_000, description="Time between two events.")] = 250
+
+
 async def watch(call: Call) -> Response:
     """What the daemon does, again and again: metrics, ticks, requests, KV cache, sessions.
 
-    Events are named ``watch``, and come once every ``interval_ms``: 250 by default, 50 to 60000.  Their fields are those of
-    docs/PROTOCOL-REFERENCE.md.  The parameter ``model`` names the model to watch.
+    Events are named ``watch``.  Their fields are those of docs/PROTOCOL-REFERENCE.md.
     """
-    text = call.request.query_params.get("interval_ms", "250")
-    if not text.isascii() or not text.isdigit():
-        raise invalid("interval_ms must be a whole number", parameter="interval_ms")
-    name = call.request.query_params.get("model")
-    model = None if name is None else (await call.daemon.model(name)).name
-    return call.stream_events(_events(call.daemon, int(text), model), _Events())
+    query = call.query(WatchParameters)
+    model = None if query.model is None else (await call.daemon.model(query.model)).name
+    return call.stream_events(_events(call.daemon, query.interval_ms, model), _Events())
 
 
 async def _events(daemon: Daemon, interval_ms: int, model: str | None) -> AsyncIterator[list[Event]]:
@@ -133,5 +137,5 @@ class _Events(Renderer[Event]):
         return sse({"code": error.code, "message": error.message}, event="error")
 
 
-WATCH: Final = STARLING.get("/v1/watch", watch, media_types=(EVENT_STREAM,), needs_admin=True)
+WATCH: Final = STARLING.get("/v1/watch", watch, media_types=(EVENT_STREAM,), query=WatchParameters, needs_admin=True)
 """The data of the dashboard."""

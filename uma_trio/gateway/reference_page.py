@@ -60,6 +60,15 @@ def groups_of(api: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
                 "path": path,
                 "summary": operation["summary"],
                 "description": operation["description"],
+                "parameters": [
+                    {
+                        "name": each["name"],
+                        "type": type_of(each["schema"]),
+                        "is_required": each["required"],
+                        "description": each.get("description", ""),
+                    }
+                    for each in operation.get("parameters", ())
+                ],
                 "takes": _fields(_json_of(operation.get("requestBody", {})), schemas),
                 "gives": _fields(answers.get("application/json", {}).get("schema", {}), schemas),
                 "media_types": list(answers),

@@ -19,6 +19,12 @@ from uma_trio.gateway.guard import is_admin
 from uma_trio.protocol.controllers import MAX_TAGS, ModuleId
 
 
+class OwnerQuery(msgspec.Struct):
+    """Whose controllers are meant."""
+
+    owner: Annotated[str | None, Meta(description="A tenant, if an administrator asks.")] = None
+
+
 class Uploaded(Shape):
     """A controller that was stored."""
 
@@ -89,8 +95,8 @@ async def set_tags(call: Call) -> Response:
 
 
 async def list_modules(call: Call) -> Response:
-    """The client's controllers, also those without a tag; for an administrator all, or those of ``owner``."""
-    owner = call.request.query_params.get("owner")
+    """The client's controllers, also those without a tag; for an administrator all, or those of one owner."""
+    owner = call.query(OwnerQuery).owner
     modules = await call.ask(lambda client: client.controller_modules(owner=owner, **_on_behalf(call)), counts=True)
     return json_response(
         ControllerList(controllers=[{**attrs.asdict(each), "used_at": round(each.used_at)} for each in modules])
@@ -109,7 +115,7 @@ async def delete_tag(call: Call) -> Response:
 
 
 async def _deleted(call: Call, **names: Any) -> Response:
-    names |= {"owner": call.request.query_params.get("owner"), **_on_behalf(call)}
+    names |= {"owner": call.query(OwnerQuery).owner, **_on_behalf(call)}
     deleted = await call.ask(lambda client: client.delete_controller(**names), counts=True)
     return json_response(Deleted(deleted=deleted))
 
@@ -127,9 +133,9 @@ def _tag(tag: ControllerTag) -> dict[str, Any]:
 
 ENDPOINTS = (
     AICI.post("/v1/controllers", upload, None, Uploaded, raw_body="application/wasm"),
-    AICI.get("/v1/controllers", list_modules, ControllerList),
+    AICI.get("/v1/controllers", list_modules, ControllerList, query=OwnerQuery),
     AICI.get("/v1/controllers/tags", list_tags, TagList),
     AICI.post("/v1/controllers/tags", set_tags, TagRequest, TagList),
-    AICI.delete("/v1/controllers/{module_id}", delete_module, Deleted),
-    AICI.delete("/v1/controllers/tags/{tag}", delete_tag, Deleted),
+    AICI.delete("/v1/controllers/{module_id}", delete_module, Deleted, query=OwnerQuery),
+    AICI.delete("/v1/controllers/tags/{tag}", delete_tag, Deleted, query=OwnerQuery),
 )

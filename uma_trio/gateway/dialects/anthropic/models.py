@@ -19,7 +19,7 @@ from uma_trio.gateway.errors import invalid
 from uma_trio.protocol.answers import bare_name
 
 
-class ModelQuery(msgspec.Struct):
+class PageQuery(msgspec.Struct):
     """Which models are listed: those after or before one; all of them without ``limit``."""
 
     limit: Annotated[int, Meta(ge=1, le=1000)] | None = None
@@ -29,7 +29,7 @@ class ModelQuery(msgspec.Struct):
 
 async def list_models(call: Call) -> Response:
     """All models that are served, the default one first, and each of them with each of its adapters."""
-    query = call.query(ModelQuery)
+    query = call.query(PageQuery)
     models = await call.ask(lambda client: client.models())
     data = [_model(name, model) for model in models for name in model.names]
     begin = 0 if query.after_id is None else _index(data, query.after_id, "after_id") + 1
@@ -74,7 +74,7 @@ ENDPOINTS = tuple(
     endpoint
     for path in ("/v1/models", "/models")
     for endpoint in (
-        ANTHROPIC.get(path, list_models, ModelInfoPage),
-        ANTHROPIC.get(f"{path}/{{name:path}}", retrieve_model, ModelInfo),
+        ANTHROPIC.get(path, list_models, ModelInfoPage, query=PageQuery),
+        ANTHROPIC.get(f"{path}/{{name:path}}", retrieve_model, ModelInfo, query=PageQuery),
     )
 )

@@ -13,6 +13,13 @@ from msgspec import Meta
 from uma_trio.gateway.errors import FieldNames
 from uma_trio.protocol.parameters import ROWS, Field
 
+
+class ModelQuery(msgspec.Struct, kw_only=True):
+    """Parameters of a query that is about a model."""
+
+    model: Annotated[str | None, Meta(description="A model; without it, the daemon's first.")] = None
+
+
 T = TypeVar("T", bound=type[msgspec.Struct])
 
 

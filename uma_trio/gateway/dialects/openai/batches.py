@@ -157,7 +157,7 @@ def _batch(batch: Batch) -> BatchObject:
 
 ENDPOINTS: Final = (
     OPENAI.post("/v1/batches", create, BatchRequest, BatchObject),
-    OPENAI.get("/v1/batches", list_batches, BatchPage),
+    OPENAI.get("/v1/batches", list_batches, BatchPage, query=BatchQuery),
     OPENAI.get("/v1/batches/{id}", retrieve, BatchObject),
     OPENAI.post("/v1/batches/{id}/cancel", cancel, None, BatchObject),
 )

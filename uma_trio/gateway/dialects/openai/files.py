@@ -192,7 +192,7 @@ def _file(file: StoredFile) -> File:
 
 ENDPOINTS: Final = (
     OPENAI.post("/v1/files", upload, None, File, form=UploadedFile),
-    OPENAI.get("/v1/files", list_files, FilePage),
+    OPENAI.get("/v1/files", list_files, FilePage, query=FileQuery),
     OPENAI.get("/v1/files/{id}", retrieve, File),
     OPENAI.delete("/v1/files/{id}", delete, DeletedFile),
     OPENAI.get("/v1/files/{id}/content", content, media_types=("application/jsonl",)),

@@ -11,9 +11,10 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
+from msgspec import Meta
 from starlette.responses import Response
 
 from uma_trio.client import AnswerInfo, Event, Transcript
@@ -72,6 +73,15 @@ class StoredHead(msgspec.Struct, kw_only=True):
             after=after,
             is_stored=True,
         )
+
+
+class ResponseQuery(msgspec.Struct, kw_only=True):
+    """How a stored response is read."""
+
+    stream: Annotated[bool, Meta(description="Send its events.")] = False
+    starting_after: (
+        Annotated[int, Meta(ge=0, le=MAX_INT32, description="Leave out events up to this number.")] | None
+    ) = None
 
 
 class Earlier(msgspec.Struct):
@@ -174,24 +184,13 @@ def _missing(id: str, parameter: str) -> HttpError:
 
 
 async def retrieve(call: Call) -> Response:
-    """A stored response as it is now.
-
-    With ``stream=true`` its events, those to come as well; ``starting_after`` leaves out those up to a number.
-    """
-    given = call.request.query_params
+    """A stored response as it is now, or its events, those to come as well."""
+    query = call.query(ResponseQuery)
     info, stored = await _find(call, call.request.path_params["id"])
-    if given.get("stream", "false").lower() in ("true", "1"):
-        after = _number(given.get("starting_after"))
+    if query.stream:
+        after = -1 if query.starting_after is None else query.starting_after
         return call.stream_events(call.daemon.attach(stored.id), stored.events(after=after))
     return json_response(await written(call, info, stored))
-
-
-def _number(text: str | None) -> int:
-    if text is None:
-        return -1
-    if not text.isascii() or not text.isdecimal() or len(text) > 10 or int(text) > MAX_INT32:
-        raise invalid(f"starting_after is the number of an event, 0 to {MAX_INT32}", parameter="starting_after")
-    return int(text)
 
 
 async def written(call: Call, info: AnswerInfo, stored: StoredHead) -> ResponseObject:
@@ -280,7 +279,7 @@ def _no_conversation(name: str) -> HttpError:
 
 
 ENDPOINTS: Final[Sequence[Endpoint]] = (
-    OPENAI.get("/v1/responses/{id}", retrieve, ResponseObject, event_shape=ResponseEvent),
+    OPENAI.get("/v1/responses/{id}", retrieve, ResponseObject, event_shape=ResponseEvent, query=ResponseQuery),
     OPENAI.post("/v1/responses/{id}/cancel", cancel, None, ResponseObject),
     OPENAI.delete("/v1/responses/{id}", delete, DeletedObject),
     OPENAI.post("/v1/conversations", create_conversation, ConversationRequest, ConversationObject),

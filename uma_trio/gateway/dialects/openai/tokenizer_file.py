@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from uma_trio.client import ModelDescription
 from uma_trio.gateway.answer import JSON
+from uma_trio.gateway.dialects.common.fields import ModelQuery
 from uma_trio.gateway.dialects.openai.dialect import OPENAI
 from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import NO_TOKENIZER_FILE, HttpError, internal_error
@@ -76,11 +77,11 @@ FILES: Final = Files()
 
 
 async def tokenizer_file(call: Call) -> Response:
-    """The vocabulary of a model; the parameter ``model`` names it.
+    """The vocabulary of a model.
 
     The ids are those of ``/tokenize`` with ``prompt``.  A vocabulary that cannot be expressed is refused.
     """
-    model = await call.daemon.model(call.request.query_params.get("model"))
+    model = await call.daemon.model(call.query(ModelQuery).model)
     if model.path is None:
         raise HttpError(NO_TOKENIZER_FILE, "the gateway runs as another user than the daemon, so it has no file")
     library = call.config.model.llama_dir
@@ -94,4 +95,4 @@ async def tokenizer_file(call: Call) -> Response:
     return Response(file.content, headers=headers, media_type=JSON)
 
 
-ENDPOINTS = (OPENAI.get("/tokenizer.json", tokenizer_file),)
+ENDPOINTS = (OPENAI.get("/tokenizer.json", tokenizer_file, query=ModelQuery),)

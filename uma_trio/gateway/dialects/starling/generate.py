@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from uma_trio.client import FIELDS, Eos, Event, UnknownEvent
 from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, JSON, NDJSON, AnswerRenderer, json_line, json_response, sse
+from uma_trio.gateway.dialects.common.fields import ModelQuery
 from uma_trio.gateway.dialects.starling.dialect import STARLING, error_body
 from uma_trio.gateway.dialects.starling.shapes import Answer, ExplainedPrompt, SteeredAnswer, Tokenized
 from uma_trio.gateway.dialects.starling.shapes import Event as StarlingEvent
@@ -83,7 +84,7 @@ async def steer(call: Call) -> Response:
 
 async def explain(call: Call) -> Response:
     """Why tokens of the prompt of the request ``id`` of the same client were computed again."""
-    name, model = call.request.path_params["id"], call.request.query_params.get("model")
+    name, model = call.request.path_params["id"], call.query(ModelQuery).model
     found = await call.ask(lambda client: client.explain(name, model=model), counts=True)
     return json_response(ExplainedPrompt(**_without_names(to_fields(found))))
 
@@ -181,5 +182,5 @@ ENDPOINTS = (
     STARLING.post(
         "/v1/requests/{id}/steer", steer, SteerQuery, SteeredAnswer, needs_owner=True, hidden_fields=OF_THE_PATH
     ),
-    STARLING.get("/v1/requests/{id}/explain", explain, ExplainedPrompt, needs_owner=True),
+    STARLING.get("/v1/requests/{id}/explain", explain, ExplainedPrompt, needs_owner=True, query=ModelQuery),
 )

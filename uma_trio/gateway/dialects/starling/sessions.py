@@ -9,13 +9,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
+from msgspec import Meta
 from starlette.responses import Response
 
 from uma_trio.errors import AnswerNotFound, SessionBusy
 from uma_trio.gateway.answer import json_response
+from uma_trio.gateway.dialects.common.fields import ModelQuery
 from uma_trio.gateway.dialects.starling.dialect import STARLING
 from uma_trio.gateway.dialects.starling.generate import OF_THE_CONNECTION, Events, read_request
 from uma_trio.gateway.dialects.starling.shapes import Closed, OneSession, SessionContent, SessionPage, Stopped
@@ -25,6 +27,12 @@ from uma_trio.gateway.errors import LOST, NO_ANSWER, HttpError, invalid
 from uma_trio.protocol.answers import AnswerInfo, SessionInfo
 from uma_trio.protocol.chat import message_fields
 from uma_trio.protocol.requests import Generate
+
+
+class SessionsQuery(ModelQuery, kw_only=True):
+    """Which sessions are listed."""
+
+    contains: Annotated[str | None, Meta(description="A text that their title or a message contains.")] = None
 
 
 class SessionRequest(msgspec.Struct):
@@ -47,13 +55,9 @@ class RenameRequest(SessionRequest, kw_only=True):
 
 
 async def list_sessions(call: Call) -> Response:
-    """The client's sessions, the most recently used first.
-
-    The parameter ``model`` says of which model, and ``contains`` what their title or a message contains.
-    """
-    given = call.request.query_params
-    model, text = given.get("model"), given.get("contains")
-    found = await call.ask(lambda client: client.sessions(model=model, contains=text))
+    """The client's sessions, the most recently used first."""
+    query = call.query(SessionsQuery)
+    found = await call.ask(lambda client: client.sessions(model=query.model, contains=query.contains))
     return json_response(SessionPage(sessions=found))
 
 
@@ -198,7 +202,7 @@ class _KeptEvents(Events):
 _get, _post = (partial(each, needs_owner=True) for each in (STARLING.get, STARLING.post))
 
 ENDPOINTS = (
-    _get("/v1/sessions", list_sessions, SessionPage),
+    _get("/v1/sessions", list_sessions, SessionPage, query=SessionsQuery),
     _post("/v1/session/read", read_session, SessionRequest, SessionContent),
     _post("/v1/session/fork", fork_session, ForkRequest, OneSession),
     _post("/v1/session/rename", rename_session, RenameRequest, OneSession),
