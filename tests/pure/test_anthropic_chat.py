@@ -48,6 +48,16 @@ def test_the_system_prompt_comes_first(system: Any) -> None:
     ]
 
 
+def test_values_of_thinking_that_are_not_known_are_named() -> None:
+    def warnings(**thinking: Any) -> list[str]:
+        return ChatMessages(chat(user("Hi"), thinking=thinking)).warnings
+
+    assert warnings(type="adaptive", display="summarized") == warnings(type="disabled") == []
+    [of_type, of_display] = warnings(type="enabeld", display="loud")
+    assert of_type == "the type of thinking 'enabeld' is not known and had no effect; did you mean enabled?"
+    assert "display of thinking 'loud'" in of_display
+
+
 def test_blocks_of_text_and_consecutive_messages_of_the_user_are_paragraphs() -> None:
     assert converted(user("a", "b"), {"role": "user", "content": "c"}) == [{"role": "user", "content": "a\n\nb\n\nc"}]
     assert converted(user("x"), system=[text("a"), text("b")])[0]["content"] == "a\n\nb"

@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from uma_trio.gateway.dialects.common.contents import Picture, content_of, picture_of_url
 from uma_trio.gateway.dialects.common.conversation import reasoning_kwargs
+from uma_trio.gateway.endpoint import without_effect
 from uma_trio.gateway.errors import invalid
 from uma_trio.protocol.chat import MAX_MESSAGES, MAX_TOOLS
 
@@ -23,6 +24,11 @@ CUSTOM: Final = (None, "custom")
 
 OF_OTHER_SERVERS: Final = ("redacted_thinking", "server_tool_use")
 """Blocks of an earlier answer that only the server that made them can read."""
+
+
+THINKING_TYPES: Final = ("enabled", "adaptive", "disabled")
+DISPLAYS: Final = ("summarized", "omitted")
+"""Values of ``thinking.type`` and ``thinking.display``.  Newer clients may send others."""
 
 
 class Block(msgspec.Struct, kw_only=True):
@@ -85,6 +91,16 @@ class Thinking(msgspec.Struct):
         """Tokens of reasoning; ``None``: no limit."""
         return 0 if self.type == "disabled" else self.budget_tokens
 
+    def warnings(self) -> list[str]:
+        """A warning for each value that is not known."""
+        values = ((self.type, "type of thinking", THINKING_TYPES), (self.display, "display of thinking", DISPLAYS))
+        return [
+            warning
+            for value, kind, known in values
+            if value is not None and value not in known
+            for warning in without_effect([value], kind, known)
+        ]
+
 
 class JsonFormat(msgspec.Struct):
     """What the answer must look like."""
@@ -136,7 +152,7 @@ class ChatMessages:
 
     def __init__(self, chat: Chat) -> None:
         self.messages: list[dict[str, Any]] = []
-        self.warnings: list[str] = []
+        self.warnings: list[str] = [] if chat.thinking is None else chat.thinking.warnings()
         self._parts: list[list[str | Picture]] = []
         """Texts and pictures of each message."""
         self._tools: dict[str, str] = {}

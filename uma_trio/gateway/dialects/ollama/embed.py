@@ -12,6 +12,7 @@ from starlette.responses import Response
 from uma_trio.client import Embeddings
 from uma_trio.gateway.answer import encoded_vectors, json_response
 from uma_trio.gateway.dialects.ollama.dialect import OLLAMA, model_name
+from uma_trio.gateway.dialects.ollama.messages import KeepAlive
 from uma_trio.gateway.dialects.ollama.shapes import Embedded, EmbeddedOne
 from uma_trio.gateway.endpoint import Call
 from uma_trio.protocol.requests import MAX_TEXTS
@@ -27,7 +28,7 @@ class EmbedRequest(msgspec.Struct, kw_only=True):
     """Has no effect: a text that is too long is refused."""
     options: dict[str, Any] | None = None
     """Has no effect."""
-    keep_alive: str | float | None = None
+    keep_alive: KeepAlive = None
     """Has no effect."""
 
 
@@ -38,7 +39,7 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
     prompt: str
     options: dict[str, Any] | None = None
     """Has no effect."""
-    keep_alive: str | float | None = None
+    keep_alive: KeepAlive = None
     """Has no effect."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -19,6 +19,7 @@ from uma_trio.gateway.dialects.common.tools import Tool, offered_tools
 from uma_trio.gateway.dialects.ollama.dialect import OLLAMA, find_model, model_name, ollama_name
 from uma_trio.gateway.dialects.ollama.messages import (
     Images,
+    KeepAlive,
     Message,
     chat_message,
     constraint_of,
@@ -50,8 +51,9 @@ class Common(msgspec.Struct, kw_only=True):
     format: str | dict[str, Any] | None = None
     options: dict[str, Any] | None = None
     stream: bool = True
-    think: bool | str | None = None
-    keep_alive: str | float | None = None
+    think: bool | Literal["low", "medium", "high", "max"] | None = None
+    """A text has no effect: the model reasons as it does."""
+    keep_alive: KeepAlive = None
     """0 without messages or a prompt unloads the model, for an administrator, if nobody else uses it.  Otherwise it has no
     effect: the settings of the model decide."""
     logprobs: bool | None = None

@@ -25,6 +25,11 @@ OF_THE_DAEMON: Final = frozenset(
 )
 """Options that load a model in Ollama.  Here they belong to ``uma-trio serve``, so they have no effect."""
 
+KeepAlive = (
+    float | Annotated[str, Meta(max_length=32, pattern=r"^[-+]?[0-9.]+((ns|us|µs|μs|ms|s|m|h)[0-9.]*)*\Z")] | None
+)
+"""How long a model stays: seconds, or a duration as Go writes it, such as ``5m``.  A text of seconds is taken as well."""
+
 Images = Annotated[list[str], Meta(max_length=MAX_PICTURES)]
 """Files of pictures as base64."""
 
