@@ -81,7 +81,7 @@ def command(context: click.Context, as_json: bool, shows_all: bool, model: str |
 @all_option
 @click.pass_context
 def list_(context: click.Context, as_json: bool, shows_all: bool, model: str | None, socket: str | None) -> None:
-    """List sessions, the most recently used first; with --json all of them."""
+    """List sessions, the most recently used first."""
     _list(context, as_json or context.obj[0], model, socket, shows_all=shows_all)
 
 
