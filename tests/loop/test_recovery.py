@@ -93,6 +93,7 @@ async def test_a_request_whose_steps_hang_twice_fails(autojump_clock):
         harness.engine.cost_ms = lambda n_prefill, n_decode: math.inf
         await harness.ended(client)
         assert client.reason == "E_RUNTIME_DECODE"
+        assert "it was killed, because it gave no answer for 20 s" in client.last.message
         assert harness.scheduler._engine.restarts == 1
 
 

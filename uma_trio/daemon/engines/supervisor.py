@@ -12,7 +12,7 @@ import trio
 
 from uma_trio.config import Engine as EngineSettings
 from uma_trio.daemon.engines.link import WATCH_S, EngineLink, Launcher
-from uma_trio.engine_link.messages import LoadError, Start, StepAnswer
+from uma_trio.engine_link.messages import EngineDied, LoadError, Start, StepAnswer
 from uma_trio.processes.backoff import Backoff
 
 log = structlog.get_logger("uma_trio.engine")
@@ -45,6 +45,8 @@ class SupervisedEngine:
         """What the step should take whose answer is awaited; infinite if none is."""
         self._n_awaited = 0
         """Answers that were awaited so far."""
+        self._hang = ""
+        """Why the engine that runs now was killed, if ``watch`` did that."""
         self._begins = trio.Event()
         """Set while ``watch`` is to look at the engine."""
 
@@ -68,6 +70,10 @@ class SupervisedEngine:
         self._begins.set()
         try:
             return cast("list[StepAnswer]", await self.link.receive())
+        except EngineDied:
+            if self._hang:
+                raise EngineDied(self._hang) from None
+            raise
         finally:
             self._predicted_s = math.inf
 
@@ -87,8 +93,10 @@ class SupervisedEngine:
             n_seen = self._n_awaited
             limit_s = self._settings.hang_timeout_s + SLOWER_THAN_PREDICTED * self._predicted_s
             if limit_s < waited_s:
-                why = f"no answer for {waited_s:.0f} s"
-                log.error("the engine hangs and is killed", reason=why, predicted_s=round(self._predicted_s, 3))
+                self._hang = f"it was killed, because it gave no answer for {waited_s:.0f} s"
+                log.error(
+                    "the engine hangs and is killed", waited_s=round(waited_s), predicted_s=round(self._predicted_s, 3)
+                )
                 self.link.kill()
                 n_seen = 0
 
@@ -135,7 +143,7 @@ class SupervisedEngine:
             link.kill()
             await link.aclose()
             raise LoadError(f"{self._start.path} has changed since it was loaded; restart the daemon")
-        self.link = link
+        self.link, self._hang = link, ""
         if self.n_threads != self.info.n_threads:
             link.set_threads(self.n_threads)
 
