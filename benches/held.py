@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from pathlib import Path
 from typing import Any, Final
 
@@ -53,7 +54,7 @@ def _held(snapshot: dict[str, Any], pid: int) -> Held:
         "descriptors of the daemon": daemon.num_fds(),
         "descriptors of its children": sum(_number(child, "num_fds") for child in children),
         "shared memory, mapped": sum(_mappings(process) for process in (daemon, *children)),
-        "shared memory, files": len(list(SHARED_MEMORY.iterdir())) if SHARED_MEMORY.exists() else 0,
+        "shared memory, files": _files_of(daemon, *children),
         "requests": snapshot["running"] + snapshot["queue_depth"],
         "connections": snapshot["connections"] - 1,  # the one that asks
         "bytes to send": snapshot["send_queue_bytes"],
@@ -63,6 +64,14 @@ def _held(snapshot: dict[str, Any], pid: int) -> Held:
         "saved states": kv["saved_states"],
         "bytes on disk": snapshot["kv_offload"]["disk_bytes"],
     }
+
+
+def _files_of(*processes: psutil.Process) -> int:
+    """Files in shared memory that these processes have made: their names have the process id of their maker."""
+    if not SHARED_MEMORY.exists():
+        return 0
+    made = re.compile(rf"(?<!\d)({'|'.join(str(each.pid) for each in processes)})(?!\d)")
+    return sum(made.search(each.name) is not None for each in SHARED_MEMORY.iterdir())
 
 
 def _number(process: psutil.Process, of: str) -> int:

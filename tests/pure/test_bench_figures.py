@@ -16,7 +16,7 @@ from tests.support.cases import all_cases
 from uma_trio.demo.recording import Answer, Question
 from uma_trio.engine_link.devices import Device, Devices
 
-pytest.importorskip("psutil", reason="the benches need the dev extra: ./build_llama.sh --dev")
+psutil = pytest.importorskip("psutil", reason="the benches need the dev extra: ./build_llama.sh --dev")
 
 NAMES = ("open_load", "lookup", "measure", "command", "recovery", "recovery_load", "held")
 
@@ -172,6 +172,16 @@ def test_a_difference_names_the_answer_and_the_character(benches: dict[str, Any]
     assert difference(expected, (("one two", "stop"), ("thrive", "length"))).startswith("answer 1, character 3: 'ive'")
     assert "character 5: '' (stop) instead of '' (length)" in difference(expected, (expected[0], ("three", "stop")))
     assert "character 3: '' (stop) instead of ' two' (stop)" in difference(expected, (("one", "stop"), expected[1]))
+
+
+def test_only_shared_memory_of_the_daemons_own_counts(
+    benches: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, process = benches["held"], psutil.Process()
+    for name in (f"uma{process.pid}-0-bin-shm", f"x.{process.pid}.y", f"uma{process.pid}1-0-bin-shm", "another's"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(held, "SHARED_MEMORY", tmp_path)
+    assert held._files_of(process) == 2
 
 
 def test_only_what_has_become_more_is_leaked(benches: dict[str, Any]) -> None:
