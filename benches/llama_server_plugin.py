@@ -30,7 +30,7 @@ import requests
 
 from uma_trio.daemon.prompts.chosen_template import built_in
 from uma_trio.gateway.key_file import editing
-from uma_trio.gateway.tenants import Tenants, changed, new_key
+from uma_trio.gateway.tenants import Tenants, change, new_key
 from uma_trio.models.packaged import EMBEDDED
 
 START_S: Final = 120.0
@@ -273,7 +273,7 @@ def keys(server: Any, folder: Path) -> Path:
     file = folder / "keys.yaml"
     with editing(file) as tenants:
         text, key = new_key(Tenants({}), "2026-01-01")
-        tenants["suite"] = changed("suite", None, {}, key)
+        tenants["suite"] = change("suite", None, {}, key)
     for module in list(sys.modules.values()):
         if getattr(module, "TEST_API_KEY", None) == server.api_key:
             module.TEST_API_KEY = text  # type: ignore[attr-defined]

@@ -100,7 +100,7 @@ def urls(server: tuple[Any, ssl.SSLContext], monkeypatch: pytest.MonkeyPatch) ->
 
 
 def fetched(urls: PictureUrls, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    return anyio.run(urls.fetched, fields)  # on the event loop of the gateway, asyncio
+    return anyio.run(urls.fetch, fields)  # on the event loop of the gateway, asyncio
 
 
 def fields_of(*wanted: str) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def test_nobody_learns_which_names_are_inside() -> None:
     async def refused(host: str) -> tuple[str, float]:
         began = anyio.current_time()
         with pytest.raises(HttpError, match="has no public address") as found:
-            await PictureUrls(True, 1 << 20, resolve).fetched(fields_of(f"https://{host}/cat.png"))
+            await PictureUrls(True, 1 << 20, resolve).fetch(fields_of(f"https://{host}/cat.png"))
         return str(found.value).replace(host, "HOST"), round(anyio.current_time() - began, 6)
 
     async def all_refused() -> set[tuple[str, float]]:
@@ -205,7 +205,7 @@ def test_one_who_has_many_pictures_leaves_room_for_others() -> None:
         async def fetch(principal: str) -> None:
             with contextlib.suppress(HttpError):
                 fields = fields_of(*[f"https://{principal}.example/{n}.png" for n in range(9)])
-                await urls.fetched({**fields, "principal": principal})
+                await urls.fetch({**fields, "principal": principal})
 
         async with anyio.create_task_group() as tasks:
             for principal in [*["many"] * 6, "few", "other"]:

@@ -110,11 +110,11 @@ async def test_a_session_that_a_peer_has_been_given_is_under_way_until_it_is_con
     autojump_clock,
 ):
     moves = Moves()
-    assert not await moves.ended()
+    assert not await moves.wait_ended()
     with pytest.raises(SessionBusy), moves.answering(PeerQuestion(action="give", session_id="s")):
         raise SessionBusy("it is answering")
     ask_of(moves, "ask")
-    assert not await moves.ended(), "nobody has got it"
+    assert not await moves.wait_ended(), "nobody has got it"
 
     async def come_for_it():
         await trio.sleep(QUIET_S - 1)
@@ -127,7 +127,7 @@ async def test_a_session_that_a_peer_has_been_given_is_under_way_until_it_is_con
         ask_of(moves, "give")
         async with trio.open_nursery() as nursery:
             nursery.start_soon(asked)
-            assert await moves.ended()
+            assert await moves.wait_ended()
             assert trio.current_time() == pytest.approx(began + last)
 
 

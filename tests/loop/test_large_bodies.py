@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from tests.support.serving import serving, settings
-from uma_trio.gateway.answer import encoded_items
+from uma_trio.gateway.answer import encode_items
 from uma_trio.gateway.application import make_app
 from uma_trio.processes.large_work import LargeWork
 
@@ -79,6 +79,6 @@ async def test_long_lists_are_encoded_in_pieces(parts: list[LargeWork]) -> None:
     work = LargeWork(anyio.Lock(), trio.sleep)
     for n_items, n_pieces in ((0, 0), (10, 0), (11, 2), (35, 4)):
         parts.clear()
-        found = await encoded_items(work, range(n_items), lambda n: {"n": n}, per_piece=10)
+        found = await encode_items(work, range(n_items), lambda n: {"n": n}, per_piece=10)
         assert msgspec.json.decode(msgspec.json.encode(found)) == [{"n": n} for n in range(n_items)]
         assert len(parts) == n_pieces

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from tests.support.cases import all_cases
-from uma_trio.gateway.batches.rows import EXAMPLE, MAX_ROWS, Contents, RowReader, RowResult, RowsError, unanswered
+from uma_trio.gateway.batches.rows import EXAMPLE, MAX_ROWS, Contents, RowReader, RowResult, RowsError, unanswered_row
 
 CHAT, EMBED = "/v1/chat/completions", "/v1/embeddings"
 MAX_BODY = 1000
@@ -90,6 +90,6 @@ def test_results_are_lines_of_openais_form() -> None:
     response = {"status_code": 200, "request_id": "req-1", "body": {"id": "x"}}
     assert line == {"custom_id": "a", "response": response, "error": None}
     assert RowResult("a", 400, msgspec.Raw(b"{}"), "req-1").is_error
-    late = json.loads(unanswered("b", "batch_expired", "too late"))
+    late = json.loads(unanswered_row("b", "batch_expired", "too late"))
     assert (late["custom_id"], late["response"]) == ("b", None)
     assert late["error"] == {"code": "batch_expired", "message": "too late"}

@@ -11,7 +11,7 @@ import pytest
 from tests.support.cases import all_cases
 from uma_trio.client import Embeddings, Eos, Event, RankedDocument, Ranking, Reasoning, Token
 from uma_trio.errors import InternalError
-from uma_trio.gateway.charging import UNKNOWN_MAX_TOKENS, Account, Charge, charged, estimated_tokens
+from uma_trio.gateway.charging import UNKNOWN_MAX_TOKENS, Account, Charge, begin_charge, estimated_tokens
 from uma_trio.gateway.errors import ErrorKind, HttpError
 from uma_trio.gateway.guard import check_admin
 from uma_trio.gateway.limits import Limiter
@@ -41,7 +41,7 @@ class Costs:
         self.account = Account(self.tenant, limiter, default_max_tokens)
 
     def begin(self, *, is_streamed: bool = True, **fields: Any) -> Charge:
-        return charged(self.account, fields, is_streamed=is_streamed)
+        return begin_charge(self.account, fields, is_streamed=is_streamed)
 
 
 def token(index: int | None = None, **more: Any) -> Event:
@@ -63,7 +63,7 @@ def test_a_request_is_made_for_its_tenant() -> None:
 
 
 def test_without_an_account_nothing_changes() -> None:
-    with charged(None, {"prompt": "x"}, is_streamed=True) as charge:
+    with begin_charge(None, {"prompt": "x"}, is_streamed=True) as charge:
         assert charge.fields == {"prompt": "x"}
         charge.count([token(), eos(1, 1)])
 
@@ -268,12 +268,12 @@ def test_an_answer_that_goes_on_without_its_client_is_charged_at_its_end_and_is_
     for _ in range(8):  # five may be in flight
         with costs.begin(prompt="x" * 30, max_tokens=100) as charge:
             charge.count([token()])
-            charges.append(charge.handed_over())
+            charges.append(charge.hand_over())
     assert costs.usage.total == 8 * 110
     for kept in charges:
         assert kept is not None
         with kept:
             kept.count([eos(12, 40)])
     assert costs.usage.total == 8 * 52
-    with charged(None, {"prompt": "x"}, is_streamed=True) as free:
-        assert free.handed_over() is None
+    with begin_charge(None, {"prompt": "x"}, is_streamed=True) as free:
+        assert free.hand_over() is None

@@ -82,5 +82,5 @@ def test_clients_do_not_retry_what_takes_longer_than_a_minute() -> None:
 def test_clients_retry_a_missed_deadline_only_if_that_can_help() -> None:
     event = Failure(code="E_LIMIT_DEADLINE", message="late", eta_ms=700)
     assert from_failure(event).headers == {"x-uma-eta-ms": "700", "X-Should-Retry": "false"}
-    later = from_failure(attrs.evolve(event, retry_after_ms=400)).reworded(str)
+    later = from_failure(attrs.evolve(event, retry_after_ms=400)).reword(str)
     assert later.headers == {"x-uma-eta-ms": "700", "Retry-After": "1", "Retry-After-Ms": "400"}

@@ -208,7 +208,7 @@ def test_quotas_count_by_owner(tmp_path: Path) -> None:
         made(where, file)
     with pytest.raises(Full, match="batches"):
         made(where, file)
-    where.change(made(where, file, owner="b").id, lambda batch: batch.became("cancelled"))
+    where.change(made(where, file, owner="b").id, lambda batch: batch.with_status("cancelled"))
 
 
 def test_a_file_that_a_batch_reads_stays(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_a_file_that_a_batch_reads_stays(tmp_path: Path) -> None:
     assert where.delete_file("a", file.id) == "in use"
     where.expire(NOW + 1000)
     assert where.file("a", file.id) == file
-    ended = where.change(batch.id, lambda known: known.became("completed", completed=1))
+    ended = where.change(batch.id, lambda known: known.with_status("completed", completed=1))
     assert (ended.status, ended.completed, [*ended.times]) == ("completed", 1, ["completed_at"])
     assert where.delete_file("a", file.id) == "deleted"
     assert not where.path(file.id).exists()
@@ -230,7 +230,7 @@ def test_what_has_expired_is_deleted(tmp_path: Path) -> None:
     batch = made(where, file)
     result = msgspec.structs.replace(file, id=batch.output_file_id, purpose="batch_output", expires_at=NOW + 500)
     where.path(result.id).write_bytes(b"{}\n")
-    where.change(batch.id, lambda known: known.became("completed"), [result])
+    where.change(batch.id, lambda known: known.with_status("completed"), [result])
     for name, age_s in (("old", ABANDONED_S + 9), ("new", 0)):
         where.upload_path(name).write_bytes(b"part")
         os.utime(where.upload_path(name), times=(NOW - age_s, NOW - age_s))

@@ -66,7 +66,7 @@ def create(name: str, quota: str | None, file: Path | None, as_json: bool, **lim
         import datetime
 
         from uma_trio.gateway.key_file import editing
-        from uma_trio.gateway.tenants import Tenants, changed, new_key
+        from uma_trio.gateway.tenants import Tenants, change, new_key
 
         given = {field: value for field, value in limits.items() if value is not None} | _parse_quota(quota)
         path = _path(file)
@@ -75,7 +75,7 @@ def create(name: str, quota: str | None, file: Path | None, as_json: bool, **lim
             today = datetime.datetime.now(datetime.UTC).date().isoformat()
             text, key = new_key(Tenants(tenants), today)
             before = tenants.get(name)
-            tenants[name] = after = changed(name, before, given, key)
+            tenants[name] = after = change(name, before, given, key)
     if as_json:
         click.echo(json.dumps({"tenant": name, "id": key.id, "key": text}))
         return

@@ -91,7 +91,7 @@ def json_response(
     return Response(encode(content), status, headers, JSON)
 
 
-async def encoded_items(
+async def encode_items(
     large_work: LargeWork, items: Sequence[Item], form: Callable[[Item], object], *, per_piece: int
 ) -> list[msgspec.Raw]:
     """Encode a list's items as JSON for ``json_response``, which only copies what is encoded.
@@ -107,12 +107,12 @@ async def encoded_items(
     return found
 
 
-async def encoded_vectors(
+async def encode_vectors(
     large_work: LargeWork, vectors: Sequence[Sequence[float]], form: Callable[[Sequence[float]], object] = list
 ) -> list[msgspec.Raw]:
-    """Encode vectors as ``encoded_items``: 2,048 of 1,024 numbers would keep the event loop for 0.1 s."""
+    """Encode vectors as ``encode_items``: 2,048 of 1,024 numbers would keep the event loop for 0.1 s."""
     longest = max(map(len, vectors), default=1)
-    return await encoded_items(large_work, vectors, form, per_piece=max(1, NUMBERS_PER_PIECE // longest))
+    return await encode_items(large_work, vectors, form, per_piece=max(1, NUMBERS_PER_PIECE // longest))
 
 
 class Renderer(ABC, Generic[Rendered]):
@@ -169,7 +169,7 @@ class ForecastHeaders:
         self._latest: Forecast | None = None
         self._at = 0.0
 
-    def kept(self, batch: list[Item]) -> list[Item]:
+    def keep(self, batch: list[Item]) -> list[Item]:
         """``batch``, mostly without forecasts: the status of the response waits for the first other event."""
         for event in batch:
             if isinstance(event, Forecast):
@@ -244,7 +244,7 @@ class StreamedAnswer(Response, Generic[Item]):
         render = self._renderer.render
         try:
             async for batch in events:
-                if self._forecasts is not None and not (batch := self._forecasts.kept(batch)):
+                if self._forecasts is not None and not (batch := self._forecasts.keep(batch)):
                     continue
                 data = b"".join([render(event) for event in batch])
                 if data or not self._has_begun:

@@ -24,7 +24,7 @@ from uma_trio.gateway.errors import (
     HttpError,
     client_left,
     invalid,
-    refused_json,
+    json_refusal,
 )
 from uma_trio.protocol.json_cost import SLICE_BYTES, JsonCost
 
@@ -98,7 +98,7 @@ class Body:
                         message = "too many large requests arrive at once"
                         raise HttpError(TOO_MANY_BODIES, message, retry_after_ms=BUSY_RETRY_MS)
         except (InvalidJson, TooManyValues) as error:
-            raise refused_json(error) from None
+            raise json_refusal(error) from None
         except TimeoutError:
             message = f"the body did not arrive within {self._bodies.timeout_s:g} s"
             raise HttpError(BODY_TIMEOUT, message) from None
@@ -215,7 +215,7 @@ async def _count(part: bytes, cost: JsonCost) -> None:
         cost.add(part[start : start + SLICE_BYTES])
 
 
-def replayed(body: bytes, receive: Receive) -> Receive:
+def replay(body: bytes, receive: Receive) -> Receive:
     """A ``receive`` that gives the ``body``, which was read already, and then later messages."""
     parts = [body]
 

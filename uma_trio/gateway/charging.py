@@ -49,7 +49,7 @@ class Account:
         self.limiter.admit(self.tenant, tokens=0).settle(0)
 
 
-def charged(account: Account | None, fields: Mapping[str, Any], *, is_streamed: bool) -> Charge:
+def begin_charge(account: Account | None, fields: Mapping[str, Any], *, is_streamed: bool) -> Charge:
     """Admit a request for the daemon; without an account, for free.
 
     An answer that may take as many tokens as fit is bounded by what is left of a quota.  Of what is left after all
@@ -111,7 +111,7 @@ def estimated_tokens(content: Any) -> int:
     return tokens - -n_bytes // BYTES_PER_TOKEN
 
 
-def _computed(usage: Usage) -> int:
+def _computed_tokens(usage: Usage) -> int:
     """Tokens that an answer took, also those that its controller has removed from it."""
     if usage.sampled_tokens is None:
         return usage.completion_tokens
@@ -145,7 +145,7 @@ class Charge:
                 self._prompt = event.usage.prompt_tokens
             elif isinstance(event, Eos):
                 self._prompt = event.usage.prompt_tokens
-                self._generated[event.index] = _computed(event.usage)
+                self._generated[event.index] = _computed_tokens(event.usage)
             elif isinstance(event, Generated) and not (isinstance(event, Token) and event.echo):
                 self._generated[event.index] = self._generated.get(event.index, 0) + 1
 
@@ -154,7 +154,7 @@ class Charge:
         if self._admission is not None:
             self._generated[None] = max(0, self._admission.reserved - self._prompt)
 
-    def handed_over(self) -> Charge | None:
+    def hand_over(self) -> Charge | None:
         """The charge of an answer that goes on without its client, to be ended in place of this one; ``None`` if it is free."""
         if self._admission is None:
             return None

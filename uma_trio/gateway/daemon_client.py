@@ -28,7 +28,7 @@ from uma_trio.client import (
     ToolCallDelta,
 )
 from uma_trio.config import Config
-from uma_trio.gateway.charging import Account, Charge, charged
+from uma_trio.gateway.charging import Account, Charge, begin_charge
 from uma_trio.gateway.errors import NO_DAEMON, NO_DAEMON_RETRY_MS, HttpError, from_client_error
 from uma_trio.gateway.peers.messages import Session
 from uma_trio.gateway.peers.moving import Peers
@@ -145,7 +145,7 @@ class Daemon:
         """
         if self.slo is not None:
             fields = {**fields, "slo": self.slo}
-        with charged(self.account, fields, is_streamed=is_streamed) as charge:
+        with begin_charge(self.account, fields, is_streamed=is_streamed) as charge:
             async with self._connect_for(charge.fields, is_pooled) as (client, request):
                 yield client, request, charge
 
@@ -159,7 +159,7 @@ class Daemon:
         Raises:
             HttpError: a picture cannot be fetched, the daemon cannot be reached, or the session cannot be had now.
         """
-        fields = await self.pictures.fetched(fields)
+        fields = await self.pictures.fetch(fields)
         session = Session.of(fields)
         if self.peers is not None and session is not None:
             async with self.connect() as client:
@@ -305,7 +305,7 @@ class Daemon:
         Raises:
             HttpError: the daemon cannot be reached or refuses.
         """
-        with charged(self.account, fields, is_streamed=False) as charge:
+        with begin_charge(self.account, fields, is_streamed=False) as charge:
             async with self.connect() as client:
                 found = await client.embed(**charge.fields)
                 charge.count([found])
@@ -317,7 +317,7 @@ class Daemon:
         Raises:
             HttpError: the daemon cannot be reached or refuses.
         """
-        with charged(self.account, fields, is_streamed=False) as charge:
+        with begin_charge(self.account, fields, is_streamed=False) as charge:
             async with self.connect() as client:
                 found = await client.rerank(**charge.fields)
                 charge.count([found])
@@ -342,7 +342,7 @@ class Daemon:
         Raises:
             HttpError: a picture cannot be fetched.
         """
-        return await self.pictures.fetched({"principal": self.principal, **fields})
+        return await self.pictures.fetch({"principal": self.principal, **fields})
 
     async def models(self) -> list[ModelDescription]:
         """What the daemon serves, the default model first, as it was at most a second ago.

@@ -60,7 +60,7 @@ def without_effect(names: Sequence[str], kind: str, known: Iterable[str] = ()) -
     return [*warnings, f"{more} more of them are not known"] if more else warnings
 
 
-def converted(fields: Mapping[str, Any], cls: type[T], kind: str, *, strict: bool = True) -> tuple[T, list[str]]:
+def parse_fields(fields: Mapping[str, Any], cls: type[T], kind: str, *, strict: bool = True) -> tuple[T, list[str]]:
     """``fields`` as a ``cls``, and a warning for each that ``cls`` does not have.
 
     Args:
@@ -273,7 +273,7 @@ class Call:
         """
         fields = await self.read_fields()
         async with self.part():
-            return converted(fields, cls, "parameter")
+            return parse_fields(fields, cls, "parameter")
 
     def query(self, cls: type[T]) -> T:
         """The parameters of the query string; of those that are there twice, the last one.
@@ -285,7 +285,7 @@ class Call:
             HttpError: one is of the wrong type or out of bounds.
         """
         assert cls is self.endpoint.query, "the OpenAPI document has the parameters of the endpoint"
-        return converted(dict(self.request.query_params), cls, "parameter", strict=False)[0]
+        return parse_fields(dict(self.request.query_params), cls, "parameter", strict=False)[0]
 
     async def read_fields(self) -> Mapping[str, Any]:
         """The body as plain values.
@@ -415,7 +415,7 @@ class Call:
         names: dict[str, str | Sequence[str]] = {**self.dialect.field_names, **self.endpoint.field_names}
         for place, part in media_of(self.record.fields.get("messages")):
             names |= {place: part.parameter, f"{place}.data": part.parameter}
-        reworded = error.reworded(field_renamer(names, given))
+        reworded = error.reword(field_renamer(names, given))
         field = (reworded.parameter or "").partition("[")[0]
         if field in PROMPTS and field not in given and self.record.fields:  # the daemon has a name of its own for it
             reworded.parameter = next((name for name in PROMPTS if name in given), None)

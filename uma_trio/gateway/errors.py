@@ -116,14 +116,14 @@ class HttpError(Exception):
         self.eta_ms = eta_ms
         self.parameter = parameter
 
-    def reworded(self, reword: Callable[[str], str]) -> HttpError:
+    def reword(self, rename: Callable[[str], str]) -> HttpError:
         """The same error with other names of fields."""
         return HttpError(
             self.kind,
-            reword(self.message),
+            rename(self.message),
             retry_after_ms=self.retry_after_ms,
             eta_ms=self.eta_ms,
-            parameter=self.parameter and reword(self.parameter),
+            parameter=self.parameter and rename(self.parameter),
         )
 
     @property
@@ -156,7 +156,7 @@ def internal_error(what: str = "internal error") -> HttpError:
     return HttpError(InternalError, f"{what}; the daemon's log has the details")
 
 
-def refused_json(error: TooManyValues | InvalidJson, *, parameter: str | None = None) -> HttpError:
+def json_refusal(error: TooManyValues | InvalidJson, *, parameter: str | None = None) -> HttpError:
     """The error for JSON that would take too long to decode, or is nested too deeply."""
     if isinstance(error, InvalidJson):
         return invalid(str(error), parameter=parameter)
@@ -229,7 +229,7 @@ def field_renamer(names: FieldNames, given: Container[str]) -> Callable[[str], s
         given: the fields of the body.
     """
 
-    def renamed(match: re.Match[str]) -> str:
+    def rename(match: re.Match[str]) -> str:
         place = match[0]
         if match.start() and "_" not in place:
             return place
@@ -237,16 +237,16 @@ def field_renamer(names: FieldNames, given: Container[str]) -> Callable[[str], s
         for n in range(len(steps), 0, -1):
             known = "".join(steps[:n])
             name = names.get(known) or names.get(_INDEX.sub("[]", known))
-            if (found := _chosen(name, given)) is not None:
+            if (found := _choose(name, given)) is not None:
                 for index in _INDEX.findall(known):
                     found = found.replace("[]", index, 1)
                 return found + "".join(steps[n:])
         return place
 
-    return lambda message: _PLACE.sub(renamed, message)
+    return lambda message: _PLACE.sub(rename, message)
 
 
-def _chosen(found: str | Sequence[str] | None, given: Container[str]) -> str | None:
+def _choose(found: str | Sequence[str] | None, given: Container[str]) -> str | None:
     if found is None or isinstance(found, str):
         return found
     return next((name for name in found if name.partition(".")[0] in given), None)

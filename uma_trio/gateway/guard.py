@@ -28,7 +28,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from uma_trio.errors import ShuttingDown, TooManyConnections
-from uma_trio.gateway.body import Body, BodyLimits, Refusal, replayed
+from uma_trio.gateway.body import Body, BodyLimits, Refusal, replay
 from uma_trio.gateway.errors import (
     HEADERS_TOO_LARGE,
     NO_KEY,
@@ -146,7 +146,7 @@ class Guard:
             return
         if content is not None:
             state["is_large"], state["large_work"] = len(content) > LARGE_BYTES, self.large_work
-            await self.app(scope, receive if bodies.are_streamed else replayed(content, receive), send)
+            await self.app(scope, receive if bodies.are_streamed else replay(content, receive), send)
 
     @property
     def is_draining(self) -> bool:

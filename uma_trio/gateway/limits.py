@@ -135,11 +135,11 @@ class _State:
         """Estimates of the requests in flight, which are charged already."""
 
     def adapt(self, tenant: Tenant, now_ns: int) -> None:
-        self.requests = _adapted(self.requests, tenant.requests_per_minute, now_ns)
-        self.tokens = _adapted(self.tokens, tenant.tokens_per_minute, now_ns)
+        self.requests = _adapt(self.requests, tenant.requests_per_minute, now_ns)
+        self.tokens = _adapt(self.tokens, tenant.tokens_per_minute, now_ns)
 
 
-def _adapted(bucket: Bucket | None, limit: int | None, now_ns: int) -> Bucket | None:
+def _adapt(bucket: Bucket | None, limit: int | None, now_ns: int) -> Bucket | None:
     if limit is None:
         return None
     if bucket is None:

@@ -74,16 +74,16 @@ class AllMetrics(Collector):
                 sample
                 for name, value in values.items()
                 if value is not None
-                for sample in labelled({"model": name} if metric.of_model else {}, metric.label, value)
+                for sample in label_samples({"model": name} if metric.of_model else {}, metric.label, value)
             ]
             if any(value is not None for value in values.values()):
                 yield family(metric.prometheus_name, metric.kind, metric.help, measured, metric.scale)
         codes = errors_by_code(snapshot)
         help = "Failed and rejected requests by error code."
-        yield family("uma_errors_total", "counter", help, labelled({}, "code", codes))
+        yield family("uma_errors_total", "counter", help, label_samples({}, "code", codes))
         if self.compat == "vllm":
             for entry in vllm_entries(snapshot):
-                samples = labelled({"model_name": model, **entry.labels}, entry.label, entry.value)
+                samples = label_samples({"model_name": model, **entry.labels}, entry.label, entry.value)
                 yield family(entry.name, entry.kind, entry.help, samples, entry.scale)
         elif self.compat == "llama-server":
             for entry in llama_server_entries(snapshot):
@@ -99,7 +99,7 @@ def _read(metric: catalogue.Metric, snapshot: Snapshot) -> Any:
     return None if found is None else {name: each.get(field) or 0 for name, each in found.items()}
 
 
-def labelled(labels: Labels, label: str, value: Any) -> list[tuple[Labels, Any]]:
+def label_samples(labels: Labels, label: str, value: Any) -> list[tuple[Labels, Any]]:
     """The samples of a value: one, or if there is a ``label`` one for each of its values."""
     return [({**labels, label: key}, each) for key, each in value.items()] if label else [(labels, value)]
 

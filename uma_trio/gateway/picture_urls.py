@@ -86,7 +86,7 @@ class PictureUrls:
         """As the settings say."""
         return cls(config.http.fetch_pictures, min(config.http.max_body_bytes, config.limits.max_frame_bytes) * 3 // 4)
 
-    async def fetched(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def fetch(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
         """``fields`` of a request with the file of each picture that has a URL.
 
         Raises:
@@ -96,7 +96,7 @@ class PictureUrls:
         if not parts:
             return fields
         if not self.allowed:
-            raise _refused(
+            raise _refusal(
                 next(iter(parts)), "pictures are not fetched from other servers here", f"{SEND_IT}, or {ALLOW_IT}"
             )
         fetches = self._fetches = self._fetches or anyio.CapacityLimiter(MAX_FETCHES)
@@ -141,13 +141,13 @@ class PictureUrls:
                         return found
                     url = urljoin(url, found)
         except HubError as error:
-            raise _refused(place, error.reason, error.remedy) from None
+            raise _refusal(place, error.reason, error.remedy) from None
         except TimeoutError:
-            raise _refused(place, f"{_host(url)} takes longer than {FETCH_S:g} s", SEND_IT) from None
+            raise _refusal(place, f"{_host(url)} takes longer than {FETCH_S:g} s", SEND_IT) from None
         except (httpx2.HTTPError, httpx2.InvalidURL, ValueError, OSError) as error:
             reason = str(error) or type(error).__name__
-            raise _refused(place, f"{without_secrets(url)} cannot be fetched: {reason}", SEND_IT) from None
-        raise _refused(place, f"{_host(url)} redirects more than {MAX_REDIRECTS} times", SEND_IT)
+            raise _refusal(place, f"{without_secrets(url)} cannot be fetched: {reason}", SEND_IT) from None
+        raise _refusal(place, f"{_host(url)} redirects more than {MAX_REDIRECTS} times", SEND_IT)
 
     async def _get(self, url: str, left: list[int]) -> bytes | str:
         """The body of the answer, or where it redirects to.
@@ -212,5 +212,5 @@ def _host(url: str) -> str:
     return urlsplit(url).hostname or ""
 
 
-def _refused(place: str, reason: str, remedy: str | None) -> HttpError:
+def _refusal(place: str, reason: str, remedy: str | None) -> HttpError:
     return invalid(f"{reason}: {remedy}" if remedy else reason, parameter=place)

@@ -89,7 +89,7 @@ def _json_of(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def _fields(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The fields of an object, in the order of their names, those that are required first."""
-    schema = _resolved(schema, schemas)
+    schema = _resolve(schema, schemas)
     required = schema.get("required", [])
     names = sorted(schema.get("properties", {}), key=lambda name: (name not in required, name))
     return [
@@ -103,12 +103,12 @@ def _fields(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> list[dict[
     ]
 
 
-def _resolved(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> Mapping[str, Any]:
+def _resolve(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> Mapping[str, Any]:
     """The schema that is meant; of several that are possible, the first object."""
     if "$ref" in schema:
         return schemas[schema["$ref"].rpartition("/")[2]]  # type: ignore[no-any-return]
     for each in schema.get("anyOf", ()):
-        found = _resolved(each, schemas)
+        found = _resolve(each, schemas)
         if "properties" in found:
             return found
     return schema

@@ -114,7 +114,7 @@ def new_key(known: Tenants, today: str) -> tuple[str, Key]:
     return text, Key(id=key_id, sha256=hashlib.sha256(text.encode()).hexdigest(), created=today)
 
 
-def changed(name: str, tenant: Tenant | None, fields: Mapping[str, object], key: Key) -> Tenant:
+def change(name: str, tenant: Tenant | None, fields: Mapping[str, object], key: Key) -> Tenant:
     """Return a tenant with other values of ``fields`` and one more key; a new one if ``tenant`` is ``None``.
 
     Raises:

@@ -42,7 +42,7 @@ class Unattended:
 
     def keep(self, daemon: Connects, answer: AnswerInfo, charge: Charge) -> None:
         """Take over ``charge``, which has not ended."""
-        kept = charge.handed_over()
+        kept = charge.hand_over()
         if kept is not None:
             self._left.append(_Left(daemon, answer, kept))
 

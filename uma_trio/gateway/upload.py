@@ -11,7 +11,7 @@ import msgspec
 from starlette.responses import Response
 
 from uma_trio.gateway.body import Body, Refusal
-from uma_trio.gateway.endpoint import Call, converted
+from uma_trio.gateway.endpoint import Call, parse_fields
 from uma_trio.gateway.errors import BODY_TOO_LARGE, TOO_MANY_FILES, HttpError, invalid, try_again_in
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class Form:
         Raises:
             HttpError: a field is of the wrong type or out of bounds.
         """
-        return converted({**self.fields, FILE: self.filename}, cls, "field", strict=False)
+        return parse_fields({**self.fields, FILE: self.filename}, cls, "field", strict=False)
 
     def _callbacks(self) -> MultipartCallbacks:
         return {

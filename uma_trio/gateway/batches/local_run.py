@@ -50,12 +50,12 @@ async def answer_file(
     caller = RowCaller.of(endpoints, config, LargeWork(anyio.Lock(), anyio.sleep))
     with RowFile(output) as answers, RowFile(errors) as refusals:
 
-        async def written() -> None:
+        async def write() -> None:
             progress(contents.rows, len(answers.custom_ids), len(refusals.custom_ids))
 
         rows = (row for _, row in reader.read(file))
-        await written()
-        await Run(rows, answers, refusals, caller.answer, anyio.CapacityLimiter(at_a_time), at_a_time, written).run()
+        await write()
+        await Run(rows, answers, refusals, caller.answer, anyio.CapacityLimiter(at_a_time), at_a_time, write).run()
         if not refusals.n_bytes:
             os.unlink(errors)
         return len(refusals.custom_ids)

@@ -20,7 +20,7 @@ from uma_trio.gateway.batches.run import Later
 from uma_trio.gateway.charging import Account
 from uma_trio.gateway.daemon_client import Daemon
 from uma_trio.gateway.endpoint import Call, Endpoint
-from uma_trio.gateway.errors import LOADING, NO_DAEMON, HttpError, internal_error, invalid, refused_json
+from uma_trio.gateway.errors import LOADING, NO_DAEMON, HttpError, internal_error, invalid, json_refusal
 from uma_trio.gateway.request_logger import RequestRecord, log
 from uma_trio.processes.large_work import LARGE_BYTES, LargeWork
 from uma_trio.protocol.json_cost import JsonCost
@@ -125,7 +125,7 @@ def _check_cost(body: bytes) -> None:
     try:
         JsonCost().add(body)
     except (InvalidJson, TooManyValues) as error:
-        raise refused_json(error) from None
+        raise json_refusal(error) from None
 
 
 async def _never() -> NoReturn:

@@ -159,7 +159,7 @@ class RowResult:
         return _line(self.custom_id, response=response)
 
 
-def unanswered(custom_id: str, code: str, message: str) -> bytes:
+def unanswered_row(custom_id: str, code: str, message: str) -> bytes:
     """The line in the file of errors for a row that was never sent."""
     return _line(custom_id, error={"code": code, "message": message})
 

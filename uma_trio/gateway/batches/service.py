@@ -118,7 +118,7 @@ def service_of(call: Call) -> BatchService:
     return found
 
 
-async def kept(work: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
+async def use_store(work: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
     """The result of a method of the store, which runs in a thread.
 
     Raises:

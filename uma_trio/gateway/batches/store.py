@@ -95,7 +95,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     times: Mapping[str, int] = {}
     """When it got a status, such as ``completed_at``."""
 
-    def became(self, status: Status, **more: Any) -> Batch:
+    def with_status(self, status: Status, **more: Any) -> Batch:
         """The batch with another status from now on."""
         times = {**self.times, f"{status}_at": int(time.time())}
         return msgspec.structs.replace(self, status=status, times=times, **more)

@@ -21,7 +21,7 @@ import structlog
 
 from uma_trio.gateway.batches.results import Busy, RowFile
 from uma_trio.gateway.batches.row_caller import RowCaller
-from uma_trio.gateway.batches.rows import Row, RowReader, RowResult, RowsError, unanswered
+from uma_trio.gateway.batches.rows import Row, RowReader, RowResult, RowsError, unanswered_row
 from uma_trio.gateway.batches.run import Later, Run
 from uma_trio.gateway.batches.store import Batch, Status, Store, StoredFile
 from uma_trio.gateway.charging import Account
@@ -121,22 +121,22 @@ class Worker:
             async def answer(row: Row) -> RowResult | Later:
                 return await self.caller.answer(row, account, is_local=batch.is_local)
 
-            async def written() -> None:
-                if (await self._change(batch.id, counted)).status == "cancelling":  # another gateway was asked to
+            async def write() -> None:
+                if (await self._change(batch.id, count)).status == "cancelling":  # another gateway was asked to
                     unwanted.cancel()
 
-            def counted(known: Batch) -> Batch:
+            def count(known: Batch) -> Batch:
                 status = "in_progress" if known.status == "validating" else known.status
-                known = known if status == known.status else known.became(status)
+                known = known if status == known.status else known.with_status(status)
                 return msgspec.structs.replace(known, completed=len(output.custom_ids), failed=len(errors.custom_ids))
 
             status: Status = "completed"
             with anyio.CancelScope() as unwanted:
                 self._scopes[batch.id] = unwanted
                 try:
-                    await written()
+                    await write()
                     with anyio.move_on_after(left_s) as window:
-                        await Run(rows, output, errors, answer, slots, self._most(batch, account), written).run()
+                        await Run(rows, output, errors, answer, slots, self._most(batch, account), write).run()
                     if window.cancelled_caught:
                         status = "expired"
                 finally:
@@ -170,7 +170,7 @@ class Worker:
             message = f"no answer within {batch.completion_window}"
             errors.append(
                 {
-                    each: unanswered(each, "batch_expired", message)
+                    each: unanswered_row(each, "batch_expired", message)
                     for each in late
                     if each not in output.custom_ids and each not in errors.custom_ids
                 }
@@ -200,7 +200,7 @@ class Worker:
             "has_output": output.n_bytes > 0,
             "has_errors": errors.n_bytes > 0,
         }
-        self.store.change(batch.id, lambda known: known.became(status, **counts), files)
+        self.store.change(batch.id, lambda known: known.with_status(status, **counts), files)
         for file in (output, errors):
             if not file.n_bytes:
                 file.path.unlink(missing_ok=True)

@@ -65,7 +65,7 @@ class Leaving:
         try:
             async with self._connect() as client:
                 await self._offer_each(self._peers, client)
-                while await self._peers.moves.ended():  # what has come, or was not given after all, can be offered
+                while await self._peers.moves.wait_ended():  # what has come, or was not given after all, can be offered
                     await self._offer_each(self._peers, client)
                 await client.next_offer(end=True)
         except* (HttpError, ClientError) as group:  # the daemon has waited long enough

@@ -51,7 +51,7 @@ class Moves:
             elif question.action == "confirm":
                 self._given.pop(session, None)
 
-    async def ended(self) -> bool:
+    async def wait_ended(self) -> bool:
         """Wait until no move is under way; returns whether there was one."""
         if (quiet_in_s := self._quiet_in_s()) is None:
             return False

@@ -106,15 +106,15 @@ async def list_modules(call: Call) -> Response:
 async def delete_module(call: Call) -> Response:
     """Delete a controller and its tags."""
     module_id = call.request.path_params["module_id"]
-    return await _deleted(call, module_id=module_id)
+    return await _delete(call, module_id=module_id)
 
 
 async def delete_tag(call: Call) -> Response:
     """Delete a name of a controller."""
-    return await _deleted(call, tags=[call.request.path_params["tag"]])
+    return await _delete(call, tags=[call.request.path_params["tag"]])
 
 
-async def _deleted(call: Call, **names: Any) -> Response:
+async def _delete(call: Call, **names: Any) -> Response:
     names |= {"owner": call.query(OwnerQuery).owner, **_on_behalf(call)}
     deleted = await call.ask(lambda client: client.delete_controller(**names), counts=True)
     return json_response(Deleted(deleted=deleted))

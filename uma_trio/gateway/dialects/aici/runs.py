@@ -133,13 +133,13 @@ class RunRenderer(Renderer[list[Event]]):
             answer = self._tree.add(each)
             if answer is not None:
                 self._add(frames.setdefault(answer.index, _ForkFrame()), answer.index, each)
-        return self._written(frames)
+        return self._write(frames)
 
     def fail(self, error: HttpError) -> bytes:
         """Ends all answers that have not ended."""
         left = [answer.index for answer in self._tree if not answer.is_done] if len(self._tree) else [0]
         frames = {index: _ForkFrame(error=self._error(index, error.message), finish_reason="fail") for index in left}
-        return self._written(frames) + DONE
+        return self._write(frames) + DONE
 
     def end(self) -> bytes:
         """The end of the stream."""
@@ -172,7 +172,7 @@ class RunRenderer(Renderer[list[Event]]):
         self._failed.add(index)
         return message
 
-    def _written(self, frames: dict[int, _ForkFrame]) -> bytes:
+    def _write(self, frames: dict[int, _ForkFrame]) -> bytes:
         if not frames:
             return b""
         sampled = sum(answer.sampled_tokens for answer in self._tree)

@@ -152,7 +152,7 @@ class MessageEvents(PartRenderer):
         message = AnswerMessage(**self._head, content=[], stop_reason=None, stop_sequence=None, usage=usage)
         return _event("message_start", message=message) + self.keep_alive_frame
 
-    def part_began(self, part: Part) -> bytes:
+    def render_begin(self, part: Part) -> bytes:
         """A block that is still empty."""
         match part.kind:
             case "reasoning":
@@ -168,11 +168,11 @@ class MessageEvents(PartRenderer):
         self._piece = PreparedEvent({"type": name, "index": part.position, "delta": delta}, name)
         return _event("content_block_start", index=part.position, content_block=block)
 
-    def added(self, part: Part, text: str, logprobs: Logprobs | None) -> bytes:
+    def render_piece(self, part: Part, text: str, logprobs: Logprobs | None) -> bytes:
         """The next piece of a block."""
         return self._piece.of(text)
 
-    def part_ended(self, part: Part) -> bytes:
+    def render_end(self, part: Part) -> bytes:
         """The end of a block."""
         signature = b""
         if part.kind == "reasoning":
@@ -180,7 +180,7 @@ class MessageEvents(PartRenderer):
             signature = _event("content_block_delta", index=part.position, delta=delta)
         return signature + _event("content_block_stop", index=part.position)
 
-    def ended(self, eos: Eos) -> bytes:
+    def render_last(self, eos: Eos) -> bytes:
         """Why the message ended, and the final usage."""
         return _event("message_delta", delta=_stop(eos, self._max_tokens), usage=_usage(eos.usage)) + _event(
             "message_stop"

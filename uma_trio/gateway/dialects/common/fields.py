@@ -29,7 +29,7 @@ def with_fields_of(dialect: str) -> Callable[[T], T]:
     The daemon checks their bounds.
     """
 
-    def extended(cls: T) -> T:
+    def extend(cls: T) -> T:
         fields = [
             (name, Annotated[typing.Union[*row.kinds, None], Meta(description=row.plain_help)], None)
             for row in ROWS
@@ -42,7 +42,7 @@ def with_fields_of(dialect: str) -> Callable[[T], T]:
         )
         return found  # type: ignore[no-any-return]
 
-    return extended
+    return extend
 
 
 def fields_of(body: msgspec.Struct, dialect: str) -> dict[str, Any]:

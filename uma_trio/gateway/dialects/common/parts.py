@@ -93,7 +93,7 @@ class PartRenderer(AnswerRenderer):
         """The end of the last part and of the answer."""
         assert self.eos is not None
         missing = [] if self.parts else [*self._begin_part("text")]
-        return b"".join([*missing, *self._end_part(), self.ended(self.eos)])
+        return b"".join([*missing, *self._end_part(), self.render_last(self.eos)])
 
     def whole(self, ends: Sequence[Eos]) -> object:
         """The answer that was not streamed."""
@@ -112,14 +112,14 @@ class PartRenderer(AnswerRenderer):
         logprobs = logprobs_of(event) if kind == "text" else None
         if logprobs is not None:
             part.logprobs.append(logprobs)
-        yield self.added(part, event.text, logprobs)
+        yield self.render_piece(part, event.text, logprobs)
 
     def _call(self, event: ToolCallDelta) -> Iterator[bytes]:
         if event.call_id is not None:
             yield from self._begin_part("call", call_id=event.call_id, name=event.name or "")
         if event.arguments and self._is_open:
             self.parts[-1].text += event.arguments
-            yield self.added(self.parts[-1], event.arguments, None)
+            yield self.render_piece(self.parts[-1], event.arguments, None)
 
     def _begin_part(
         self, kind: Literal["reasoning", "text", "call"], *, call_id: str = "", name: str = ""
@@ -127,27 +127,27 @@ class PartRenderer(AnswerRenderer):
         yield from self._end_part()
         self.parts.append(Part(kind=kind, position=len(self.parts), call_id=call_id, name=name))
         self._is_open = True
-        yield self.part_began(self.parts[-1])
+        yield self.render_begin(self.parts[-1])
 
     def _end_part(self) -> Iterator[bytes]:
         if self._is_open:
             self._is_open = False
-            yield self.part_ended(self.parts[-1])
+            yield self.render_end(self.parts[-1])
 
     @abstractmethod
-    def part_began(self, part: Part) -> bytes:
+    def render_begin(self, part: Part) -> bytes:
         """Announces a part, which is still empty."""
 
     @abstractmethod
-    def added(self, part: Part, text: str, logprobs: Logprobs | None) -> bytes:
+    def render_piece(self, part: Part, text: str, logprobs: Logprobs | None) -> bytes:
         """The next piece of a part."""
 
     @abstractmethod
-    def part_ended(self, part: Part) -> bytes:
+    def render_end(self, part: Part) -> bytes:
         """Ends a part."""
 
     @abstractmethod
-    def ended(self, eos: Eos) -> bytes:
+    def render_last(self, eos: Eos) -> bytes:
         """Ends the answer."""
 
     @abstractmethod

@@ -10,7 +10,7 @@ from msgspec import Meta
 from starlette.responses import Response
 
 from uma_trio.client import Embeddings
-from uma_trio.gateway.answer import encoded_vectors, json_response
+from uma_trio.gateway.answer import encode_vectors, json_response
 from uma_trio.gateway.dialects.ollama.dialect import OLLAMA, model_name
 from uma_trio.gateway.dialects.ollama.messages import KeepAlive
 from uma_trio.gateway.dialects.ollama.shapes import Embedded, EmbeddedOne
@@ -49,7 +49,7 @@ async def embed(call: Call) -> Response:
     began = time.monotonic_ns()
     texts = [request.input] if isinstance(request.input, str) else request.input
     embedded = await _embeddings(call, request.model, texts, dimensions=request.dimensions)
-    vectors: Any = await encoded_vectors(call.large_work, embedded.embeddings)
+    vectors: Any = await encode_vectors(call.large_work, embedded.embeddings)
     body = Embedded(
         model=request.model,
         embeddings=vectors,

@@ -86,7 +86,7 @@ async def chat(call: Call) -> Response:
     """Answer a chat."""
     request, warnings = await call.read(ChatRequest)
     if not request.messages:
-        return await _loaded(call, request, chat_line, warnings)
+        return await _load(call, request, chat_line, warnings)
     tools = offered_tools(request.tools or (), warnings)
     messages = [chat_message(index, message) for index, message in enumerate(request.messages)]
     conversation = conversation_fields(messages, call.request.headers, session_id=request.session_id)
@@ -110,7 +110,7 @@ async def generate(call: Call) -> Response:
     if request.images and (request.raw or request.suffix):
         raise invalid("images go through the chat template: leave out raw and suffix", parameter="images")
     if not request.prompt and not request.suffix and not request.images:
-        return await _loaded(call, request, _generated_line, warnings)
+        return await _load(call, request, _generated_line, warnings)
     if request.suffix:
         return await _answer(
             call, request, _generated_line, warnings, infill={"prefix": request.prompt, "suffix": request.suffix}
@@ -123,7 +123,7 @@ async def generate(call: Call) -> Response:
     return await _answer(call, request, _generated_line, warnings, messages=messages)
 
 
-async def _loaded(call: Call, request: Common, line: Line, warnings: list[str]) -> Response:
+async def _load(call: Call, request: Common, line: Line, warnings: list[str]) -> Response:
     """Load the model, or unload it if nobody else uses it."""
     model = await find_model(call, request.model)
     reason = "load"
@@ -183,17 +183,17 @@ class Lines(AnswerRenderer):
             case Eos():
                 calls = b""
                 if event.tool_calls:
-                    calls = self._written("", tool_calls=_calls(event))
+                    calls = self._write("", tool_calls=_calls(event))
                 return calls + json_line(self._last(event, UNSET))
             case Token() | Reasoning() if event.text or event.logprob is not None:
                 one = logprobs_of(event)
                 logprobs = UNSET if one is None else probabilities([one])
                 if isinstance(event, Token):
-                    return self._written(event.text, logprobs=logprobs)
-                return self._written("", event.text if self._has_thinking else UNSET, logprobs=logprobs)
+                    return self._write(event.text, logprobs=logprobs)
+                return self._write("", event.text if self._has_thinking else UNSET, logprobs=logprobs)
         return b""
 
-    def _written(self, text: str, thinking: Text = UNSET, tool_calls: Calls = UNSET, **fields: Any) -> bytes:
+    def _write(self, text: str, thinking: Text = UNSET, tool_calls: Calls = UNSET, **fields: Any) -> bytes:
         head = {"model": self._model, "created_at": iso_time(), "done": False}
         return json_line(self._line(text, thinking, tool_calls, **head, **fields))
 

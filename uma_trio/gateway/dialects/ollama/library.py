@@ -100,7 +100,7 @@ class CreateRequest(msgspec.Struct):
 async def pull(call: Call) -> Response:
     """Download a model, unless it is here.  With ``stream`` a line says how far each of its files is."""
     request, warnings = await call.read(PullRequest)
-    name = _required(request.model or request.name)
+    name = _require(request.model or request.name)
     lines = _run(call, action="pull", model=name)
     if request.stream:
         return call.stream_events(lines, _Lines(call.id, name))
@@ -111,7 +111,7 @@ async def pull(call: Call) -> Response:
 async def delete(call: Call) -> Response:
     """Forget a further name of a model, or delete a model that was downloaded."""
     request, _ = await call.read(DeleteRequest)
-    name = _required(request.model or request.name)
+    name = _require(request.model or request.name)
     try:
         await _all(_run(call, action="delete", model=name, in_use=await _files_in_use(call)))
     except HttpError as error:
@@ -125,7 +125,7 @@ async def delete(call: Call) -> Response:
 async def copy(call: Call) -> Response:
     """Give a model a further name."""
     request, _ = await call.read(CopyRequest)
-    source, destination = _required(request.source), _required(request.destination)
+    source, destination = _require(request.source), _require(request.destination)
     await _all(_run(call, action="copy", model=source, new_name=destination))
     return Response()
 
@@ -142,14 +142,14 @@ async def create(call: Call) -> Response:
             )
     if request.from_ is None:
         raise invalid("from is missing; name the model that gets another name", parameter="from")
-    name = _required(request.model or request.name)
-    await _all(_run(call, action="copy", model=_required(request.from_), new_name=name))
+    name = _require(request.model or request.name)
+    await _all(_run(call, action="copy", model=_require(request.from_), new_name=name))
     if request.stream:
         return Response(_line(status="success"), media_type=NDJSON)
     return json_response(Status(status="success"), warnings=warnings)
 
 
-def _required(name: str | None) -> str:
+def _require(name: str | None) -> str:
     found = model_name(name)
     if not found:
         raise invalid("model is required", parameter="model")

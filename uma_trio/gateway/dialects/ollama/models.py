@@ -50,15 +50,15 @@ async def version(call: Call) -> Response:
 async def tags(call: Call) -> Response:
     """All models."""
     models = await call.ask(lambda client: client.models())
-    listed = [_listed(model, modified_at=iso_time(model.created_at)) for model in models]
+    listed = [_entry(model, modified_at=iso_time(model.created_at)) for model in models]
     return json_response(ModelTags(models=listed))
 
 
-async def running(call: Call) -> Response:
+async def list_running(call: Call) -> Response:
     """Models that are loaded."""
     models = await call.ask(lambda client: client.models())
     listed = [
-        _listed(
+        _entry(
             model,
             expires_at=FOREVER if model.unloads_in_s is None else iso_time(time.time() + model.unloads_in_s),
             size_vram=0,
@@ -94,7 +94,7 @@ def _short_count(n: int) -> str:
     return str(n)
 
 
-def _listed(model: ModelDescription, **more: Any) -> Listed:
+def _entry(model: ModelDescription, **more: Any) -> Listed:
     name, digest = ollama_name(model.name), digest_of(model)
     return Listed(name=name, model=name, size=model.size_bytes, digest=digest, details=details_of(model), **more)
 
@@ -128,6 +128,6 @@ async def show(call: Call) -> Response:
 ENDPOINTS = (
     OLLAMA.get("/api/version", version, Version),
     OLLAMA.get("/api/tags", tags, ModelTags),
-    OLLAMA.get("/api/ps", running, ModelTags),
+    OLLAMA.get("/api/ps", list_running, ModelTags),
     OLLAMA.post("/api/show", show, ShowRequest, Shown),
 )

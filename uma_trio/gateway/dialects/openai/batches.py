@@ -11,7 +11,7 @@ from msgspec import Meta
 from starlette.responses import Response
 
 from uma_trio.gateway.answer import json_response
-from uma_trio.gateway.batches.service import kept, owner_of, page_of, service_of
+from uma_trio.gateway.batches.service import owner_of, page_of, service_of, use_store
 from uma_trio.gateway.batches.store import OPEN, Batch, new_id
 from uma_trio.gateway.dialects.openai.dialect import OPENAI
 from uma_trio.gateway.dialects.openai.files import KEPT_S, no_file
@@ -61,7 +61,7 @@ async def create(call: Call) -> Response:
     service, owner = service_of(call), owner_of(call)
     call.count_request()
     window_s = _window_s(request.completion_window)
-    file = await kept(service.store.file, owner, request.input_file_id)
+    file = await use_store(service.store.file, owner, request.input_file_id)
     if file is None:
         raise no_file(request.input_file_id, "input_file_id")
     if file.purpose != "batch" or file.url is None:
@@ -69,7 +69,7 @@ async def create(call: Call) -> Response:
     if request.endpoint != file.url:
         message = f"endpoint is {request.endpoint[:100]!r}, and the rows of {file.id} have the url {file.url}"
         raise invalid(message, parameter="endpoint")
-    await kept(service.store.check_room, owner)
+    await use_store(service.store.check_room, owner)
     expiry, now = request.output_expires_after, int(time.time())
     batch = Batch(
         id=new_id("batch_"),
@@ -87,7 +87,7 @@ async def create(call: Call) -> Response:
         expires_at=now + window_s,
         kept_s=int(call.config.files.file_ttl_s) if expiry is None else expiry.seconds,
     )
-    await kept(service.store.add_batch, batch)
+    await use_store(service.store.add_batch, batch)
     service.worker.look()
     return json_response(_batch(batch), warnings=warnings)
 
@@ -96,33 +96,37 @@ async def list_batches(call: Call) -> Response:
     """The batches of the client, the newest one first."""
     query = call.query(BatchQuery)
     if query.after is not None:
-        await _kept_batch(call, query.after)
-    batches, has_more = await kept(service_of(call).store.batches, owner_of(call), after=query.after, limit=query.limit)
+        await _find_batch(call, query.after)
+    batches, has_more = await use_store(
+        service_of(call).store.batches, owner_of(call), after=query.after, limit=query.limit
+    )
     return json_response(page_of(BatchPage, [_batch(each) for each in batches], has_more=has_more))
 
 
 async def retrieve(call: Call) -> Response:
     """One batch, and how far it is."""
-    return json_response(_batch(await _kept_batch(call, call.request.path_params["id"])))
+    return json_response(_batch(await _find_batch(call, call.request.path_params["id"])))
 
 
 async def cancel(call: Call) -> Response:
     """Cancel a batch.  Rows that have an answer keep it, in the file of results."""
-    batch = await _kept_batch(call, call.request.path_params["id"])
+    batch = await _find_batch(call, call.request.path_params["id"])
     if batch.status not in OPEN:
         raise HttpError(BATCH_ENDED, f"{batch.id} is {batch.status}, so it cannot be cancelled")
     service = service_of(call)
-    batch = await kept(
+    batch = await use_store(
         service.store.change,
         batch.id,
-        lambda known: known.became("cancelling") if known.status in OPEN and known.status != "cancelling" else known,
+        lambda known: (
+            known.with_status("cancelling") if known.status in OPEN and known.status != "cancelling" else known
+        ),
     )
     service.worker.look(cancelled=batch.id)
     return json_response(_batch(batch))
 
 
-async def _kept_batch(call: Call, batch_id: str) -> Batch:
-    batch = await kept(service_of(call).store.batch, owner_of(call), batch_id)
+async def _find_batch(call: Call, batch_id: str) -> Batch:
+    batch = await use_store(service_of(call).store.batch, owner_of(call), batch_id)
     if batch is None:
         raise HttpError(NO_BATCH, f"there is no batch {batch_id[:100]!r}", parameter="batch_id")
     return batch

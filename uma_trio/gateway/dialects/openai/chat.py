@@ -21,7 +21,7 @@ from uma_trio.gateway.dialects.common.shapes import logprobs_of, probabilities
 from uma_trio.gateway.dialects.common.tools import TOOL_NAMES, Tool
 from uma_trio.gateway.dialects.openai.chunks import Chunks, finish_reason
 from uma_trio.gateway.dialects.openai.dialect import OPENAI
-from uma_trio.gateway.dialects.openai.extras import Extras, describe, head_of, rendered
+from uma_trio.gateway.dialects.openai.extras import Extras, describe, head_of, render_prompt
 from uma_trio.gateway.dialects.openai.messages import Message, chat_messages, template_fields, tool_fields
 from uma_trio.gateway.dialects.openai.resumable import ResumableChunks, last_position
 from uma_trio.gateway.dialects.openai.sampling import SamplingFields, adapters_of
@@ -98,7 +98,7 @@ async def complete_chat(call: Call) -> Response:
     if request.verbose or call.config.http.verbose:
         chat = {**await call.daemon.with_pictures(chat)}
         offered = {} if tools["tool_choice"] == "none" else {"tools": tools["tools"]}
-        prompt = await rendered(call, model=request.model, messages=chat["messages"], **template, **offered)
+        prompt = await render_prompt(call, model=request.model, messages=chat["messages"], **template, **offered)
         description = await describe(call, request, sampling, [prompt])
     extras = Extras(request, description)
     fields = call.for_daemon(

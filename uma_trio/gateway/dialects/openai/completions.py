@@ -56,7 +56,7 @@ async def complete(call: Call) -> Response:
     request.check()
     async with Translation(call, request.model) as translation:
         prompts = await translation.prompts(request.prompt, "prompt", most=MAX_PROMPTS)
-    asked = [_asked(prompt, request.suffix) for prompt in prompts]
+    asked = [_prompt_fields(prompt, request.suffix) for prompt in prompts]
     session = session_fields(request.session_id, prompts)
     adapters = await adapters_of(call, request)
     sampling = {"max_tokens": DEFAULT_MAX_TOKENS, **request.fields()}
@@ -93,7 +93,7 @@ async def render(call: Call) -> Response:
         return json_response([PromptTokens(token_ids=await translation.tokens(prompt)) for prompt in prompts])
 
 
-def _asked(prompt: str | Tokens, suffix: str | None) -> dict[str, Any]:
+def _prompt_fields(prompt: str | Tokens, suffix: str | None) -> dict[str, Any]:
     """A prompt, or the gap after it, in the socket protocol.
 
     Raises:

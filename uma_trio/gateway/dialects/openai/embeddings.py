@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, cast
 import msgspec
 from starlette.responses import Response
 
-from uma_trio.gateway.answer import encoded_vectors, json_response
+from uma_trio.gateway.answer import encode_vectors, json_response
 from uma_trio.gateway.dialects.openai.dialect import OPENAI
 from uma_trio.gateway.dialects.openai.prompts import Translation
 from uma_trio.gateway.dialects.openai.shapes import Embedding, EmbeddingList, EmbeddingUsage
@@ -43,7 +43,7 @@ async def embed(call: Call) -> Response:
         dimensions=request.dimensions,
     )
     embedded = await call.unless_disconnected(call.daemon.embed(fields))
-    vectors = await encoded_vectors(
+    vectors = await encode_vectors(
         call.large_work, embedded.embeddings, list if request.encoding_format == "float" else in_base64
     )
     body = EmbeddingList(

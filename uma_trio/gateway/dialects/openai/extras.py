@@ -292,7 +292,7 @@ async def describe(
     )
 
 
-async def rendered(call: Call, **fields: Any) -> str:
+async def render_prompt(call: Call, **fields: Any) -> str:
     """The prompt of a chat, as the chat template writes it.
 
     Raises:

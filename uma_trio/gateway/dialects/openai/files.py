@@ -18,7 +18,7 @@ from starlette.responses import FileResponse, Response
 from uma_trio.config import MB
 from uma_trio.gateway.answer import json_response
 from uma_trio.gateway.batches.rows import Contents, RowReader, RowsError
-from uma_trio.gateway.batches.service import kept, owner_of, page_of, service_of, unusable
+from uma_trio.gateway.batches.service import owner_of, page_of, service_of, unusable, use_store
 from uma_trio.gateway.batches.store import StoredFile, new_id
 from uma_trio.gateway.body import Body
 from uma_trio.gateway.dialects.openai.dialect import OPENAI
@@ -59,20 +59,20 @@ class FileQuery(msgspec.Struct, kw_only=True):
 
 async def upload(call: Call) -> Response:
     """Keep a file for a batch.  Each line of it is checked at once, and each body when its turn comes."""
-    return await with_body(call, _received)
+    return await with_body(call, _receive)
 
 
-async def _received(call: Call, body: Body) -> Response:
+async def _receive(call: Call, body: Body) -> Response:
     service, owner = service_of(call), owner_of(call)
     call.count_request()
     with service.uploads.one(owner):
-        await kept(service.store.check_room, owner)
+        await use_store(service.store.check_room, owner)
         file_id = new_id("file-")
-        path = await kept(service.store.upload_path, file_id)
-        with _removed(path):
-            form = await _written(call, body, path)
-            fields, warnings = _checked(form)
-            contents = await kept(_contents, service.reader, path)
+        path = await use_store(service.store.upload_path, file_id)
+        with _removing(path):
+            form = await _write(call, body, path)
+            fields, warnings = _check(form)
+            contents = await use_store(_contents, service.reader, path)
             now = int(time.time())
             file = StoredFile(
                 id=file_id,
@@ -85,11 +85,11 @@ async def _received(call: Call, body: Body) -> Response:
                 url=contents.url,
                 rows=contents.rows,
             )
-            await kept(service.store.add_file, file)
+            await use_store(service.store.add_file, file)
     return json_response(_file(file), warnings=warnings)
 
 
-async def _written(call: Call, body: Body, path: Path) -> Form:
+async def _write(call: Call, body: Body, path: Path) -> Form:
     try:
         async with await anyio.open_file(path, "xb") as file:
             form = Form(file.write, call.config.files.max_file_mb * MB, "max_file_mb")
@@ -101,7 +101,7 @@ async def _written(call: Call, body: Body, path: Path) -> Form:
     return form
 
 
-def _checked(form: Form) -> tuple[UploadedFile, list[str]]:
+def _check(form: Form) -> tuple[UploadedFile, list[str]]:
     try:
         return form.fields_as(UploadedFile)
     except HttpError as error:
@@ -118,7 +118,7 @@ def _contents(reader: RowReader, path: Path) -> Contents:
 
 
 @contextlib.contextmanager
-def _removed(path: Path) -> Iterator[None]:
+def _removing(path: Path) -> Iterator[None]:
     """Remove a file that is still there afterwards."""
     try:
         yield
@@ -131,8 +131,8 @@ async def list_files(call: Call) -> Response:
     query = call.query(FileQuery)
     service, owner = service_of(call), owner_of(call)
     if query.after is not None:
-        await _kept_file(call, query.after)
-    files, has_more = await kept(
+        await _find_file(call, query.after)
+    files, has_more = await use_store(
         service.store.files,
         owner,
         purpose=query.purpose,
@@ -145,19 +145,19 @@ async def list_files(call: Call) -> Response:
 
 async def retrieve(call: Call) -> Response:
     """One file, without its content."""
-    return json_response(_file(await _kept_file(call, call.request.path_params["id"])))
+    return json_response(_file(await _find_file(call, call.request.path_params["id"])))
 
 
 async def content(call: Call) -> Response:
     """The content of a file."""
-    file = await _kept_file(call, call.request.path_params["id"])
+    file = await _find_file(call, call.request.path_params["id"])
     return FileResponse(service_of(call).store.path(file.id), media_type="application/jsonl", filename=file.filename)
 
 
 async def delete(call: Call) -> Response:
     """Delete a file, unless a batch still reads it."""
     file_id: str = call.request.path_params["id"]
-    match await kept(service_of(call).store.delete_file, owner_of(call), file_id):
+    match await use_store(service_of(call).store.delete_file, owner_of(call), file_id):
         case "missing":
             raise no_file(file_id)
         case "in use":
@@ -166,8 +166,8 @@ async def delete(call: Call) -> Response:
     return json_response(DeletedFile(id=file_id, deleted=True))
 
 
-async def _kept_file(call: Call, file_id: str) -> StoredFile:
-    file = await kept(service_of(call).store.file, owner_of(call), file_id)
+async def _find_file(call: Call, file_id: str) -> StoredFile:
+    file = await use_store(service_of(call).store.file, owner_of(call), file_id)
     if file is None:
         raise no_file(file_id)
     return file

@@ -136,7 +136,7 @@ async def _answer(
     return await call.answers(*requests, renderer=renderer, is_streamed=request.stream)
 
 
-def _chosen(body: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
+def _choose(body: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
     chosen = {}
     for field in fields:
         value: Any = body
@@ -190,7 +190,7 @@ class LlamaEvents(AnswerRenderer):
         text, fields = eos.text or "", self._request.response_fields
         tokens = [each.token_id for each in eos.logprobs or ()] if self._request.return_tokens else []
         body = self._description.of(eos, text, tokens, has_new_line="\n" in text)
-        return _chosen(msgspec.to_builtins(body), fields) if fields else body
+        return _choose(msgspec.to_builtins(body), fields) if fields else body
 
     def _text(self, event: Token, more: Mapping[str, Any]) -> bytes:
         index = event.index or 0

@@ -16,7 +16,7 @@ from msgspec import Meta
 from starlette.responses import Response
 
 from uma_trio.client import TokenList
-from uma_trio.gateway.answer import encoded_items, json_response
+from uma_trio.gateway.answer import encode_items, json_response
 from uma_trio.gateway.dialects.common.conversation import without_noise
 from uma_trio.gateway.dialects.common.shapes import Shape, Warned
 from uma_trio.gateway.dialects.common.tools import TOOL_NAMES, Tool
@@ -114,7 +114,7 @@ async def tokenize(call: Call) -> Response:
     if (text is None) == (request.messages is None):
         raise invalid("give a text as content or prompt, or messages")
     if text is None:
-        prompt = await _rendered(call, request, request.messages or [], warnings)
+        prompt = await _render(call, request, request.messages or [], warnings)
     else:
         given = request.add_special_tokens if request.add_special is None else request.add_special
         add_special = request.content is None if given is None else given
@@ -128,7 +128,7 @@ async def tokenize(call: Call) -> Response:
     tokens: list[Any] = prompt.tokens
     if prompt.bytes is not None:
         with_piece = partial(_with_piece, prompt.tokens, prompt.bytes)
-        tokens = await encoded_items(call.large_work, range(len(tokens)), with_piece, per_piece=TOKENS_PER_PIECE)
+        tokens = await encode_items(call.large_work, range(len(tokens)), with_piece, per_piece=TOKENS_PER_PIECE)
     return json_response(Tokens(tokens=tokens, count=len(tokens)), warnings=warnings)
 
 
@@ -163,11 +163,11 @@ class TemplateRequest(TemplateFields, kw_only=True):
 async def apply_template(call: Call) -> Response:
     """The text that the chat template makes of a chat."""
     request, warnings = await call.read(TemplateRequest)
-    found = await _rendered(call, request, request.messages, warnings)
+    found = await _render(call, request, request.messages, warnings)
     return json_response(Rendered(prompt=found.text or ""), warnings=warnings)
 
 
-async def _rendered(call: Call, request: TemplateFields, messages: list[Message], warnings: list[str]) -> TokenList:
+async def _render(call: Call, request: TemplateFields, messages: list[Message], warnings: list[str]) -> TokenList:
     given = without_noise(chat_messages(messages))
     offered = tool_fields(request.tools, None, warnings)["tools"]
     template = template_fields(request, given)

@@ -12,7 +12,7 @@ from uma_trio.errors import InvalidJson, TooManyValues
 from uma_trio.gateway.dialects.common.contents import SEEING_ROLES, Picture, content_of, picture_of_url
 from uma_trio.gateway.dialects.common.conversation import continues
 from uma_trio.gateway.dialects.common.tools import Tool, offered_tools
-from uma_trio.gateway.errors import invalid, refused_json
+from uma_trio.gateway.errors import invalid, json_refusal
 from uma_trio.protocol.chat import MAX_MESSAGES
 from uma_trio.protocol.json_cost import JsonCost
 
@@ -194,7 +194,7 @@ def arguments_of(text: str, parameter: str, cost: JsonCost) -> dict[str, Any]:
     try:
         cost.add(text.encode("utf-8", "surrogatepass"))
     except (InvalidJson, TooManyValues) as error:
-        raise refused_json(error, parameter=parameter) from None
+        raise json_refusal(error, parameter=parameter) from None
     try:
         arguments = msgspec.json.decode(text or "{}")
     except (msgspec.DecodeError, RecursionError):

@@ -65,20 +65,20 @@ class ModelRequest(msgspec.Struct):
 
 async def load(call: Call) -> Response:
     """Load a model.  The answer comes when it is loaded."""
-    return await _managed(call, "load")
+    return await _manage(call, "load")
 
 
 async def unload(call: Call) -> Response:
     """Unload a model when its requests have ended."""
-    return await _managed(call, "unload")
+    return await _manage(call, "unload")
 
 
 async def reload(call: Call) -> Response:
     """Load a model again, with its file and its settings as they are now; no request is dropped."""
-    return await _managed(call, "reload")
+    return await _manage(call, "reload")
 
 
-async def _managed(call: Call, action: Literal["load", "unload", "reload"]) -> Response:
+async def _manage(call: Call, action: Literal["load", "unload", "reload"]) -> Response:
     request, warnings = await call.read(ModelRequest)
     model = await call.unless_disconnected(
         call.ask(lambda client: client.manage_model(action, request.model, principal=None))

@@ -98,7 +98,7 @@ async def rank(call: Call) -> Response:
     """Rank documents by how well they answer the query, as llama-server and Jina do."""
     request, warnings = await call.read(RerankRequest)
     texts = _documents(request)
-    ranking = await _ranked(call, request, texts)
+    ranking = await _rank(call, request, texts)
     if request.texts is not None:
         return json_response(
             [
@@ -121,13 +121,13 @@ async def rank_for_cohere(call: Call) -> Response:
     """Rank documents, in the form of Cohere's second API."""
     request, warnings = await call.read(RerankRequest)
     texts = _documents(request)
-    ranking = await _ranked(call, request, texts)
+    ranking = await _rank(call, request, texts)
     meta = RankingMeta(api_version={"version": "2"}, billed_units={"search_units": 1})
     body = CohereRanking(id=call.id, results=_results(request, texts, ranking), meta=meta)
     return json_response(body, warnings=warnings)
 
 
-async def _ranked(call: Call, request: RerankRequest, texts: list[str]) -> client.Ranking:
+async def _rank(call: Call, request: RerankRequest, texts: list[str]) -> client.Ranking:
     fields = call.for_daemon(query=request.query, documents=texts, top_n=request.top_n, model=request.model)
     return await call.unless_disconnected(call.daemon.rerank(fields))
 

@@ -73,7 +73,7 @@ class ResponseEvents(PartRenderer):
             return self._event("response.in_progress", response=self.response("in_progress"), **self._more)
         return written
 
-    def part_began(self, part: Part) -> bytes:
+    def render_begin(self, part: Part) -> bytes:
         """An item that is still empty."""
         added = self._item_event("response.output_item.added", part, item=self.item(part, "in_progress"))
         match part.kind:
@@ -84,7 +84,7 @@ class ResponseEvents(PartRenderer):
             case "call":
                 return added
 
-    def added(self, part: Part, text: str, logprobs: Logprobs | None) -> bytes:
+    def render_piece(self, part: Part, text: str, logprobs: Logprobs | None) -> bytes:
         """The next piece of an item."""
         match part.kind:
             case "reasoning":
@@ -97,7 +97,7 @@ class ResponseEvents(PartRenderer):
             case "call":
                 return self._item_event("response.function_call_arguments.delta", part, with_id=True, delta=text)
 
-    def part_ended(self, part: Part) -> bytes:
+    def render_end(self, part: Part) -> bytes:
         """The end of an item, with all of it."""
         done = b""
         match part.kind:
@@ -117,7 +117,7 @@ class ResponseEvents(PartRenderer):
                 done = self._item_event(name, part, with_id=True, arguments=part.text)
         return done + self._item_event("response.output_item.done", part, item=self.item(part, self._status(part)))
 
-    def ended(self, eos: Eos) -> bytes:
+    def render_last(self, eos: Eos) -> bytes:
         """The whole response."""
         status = _status_of(eos)
         name = "incomplete" if status == "cancelled" else status
@@ -130,9 +130,9 @@ class ResponseEvents(PartRenderer):
         message = f"{error.message} ({error.code}, request {self._request_id})"
         if error.retry_after_ms is not None:  # clients find the wait by these words
             message += f"; try again in {error.retry_after_ms} ms"
-        return self._event("response.failed", response=self.failed(error, message))
+        return self._event("response.failed", response=self.failure(error, message))
 
-    def failed(self, error: HttpError, message: str | None = None) -> ResponseObject:
+    def failure(self, error: HttpError, message: str | None = None) -> ResponseObject:
         """The response of an answer that has ended with ``error``."""
         failure = {"code": error_code(error), "message": message or error.message}
         return msgspec.structs.replace(self.response("failed"), error=failure)

@@ -37,7 +37,14 @@ from uma_trio.gateway.dialects.openai.shapes import (
     ResponseHead,
     ResponseObject,
 )
-from uma_trio.gateway.dialects.openai.stored_responses import EARLIER_NAMES, StoredHead, earlier, fork, new_id, whole
+from uma_trio.gateway.dialects.openai.stored_responses import (
+    EARLIER_NAMES,
+    StoredHead,
+    find_earlier,
+    fork,
+    new_id,
+    whole,
+)
 from uma_trio.gateway.dialects.openai.stored_responses import ENDPOINTS as STORED_ENDPOINTS
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import invalid
@@ -110,7 +117,7 @@ class Input(msgspec.Struct, kw_only=True):
         """Whether it continues something that is stored."""
         return self.previous_response_id is not None or self.conversation is not None
 
-    def added(self) -> str | Sequence[Item]:
+    def new_input(self) -> str | Sequence[Item]:
         """What it adds to the conversation.
 
         Raises:
@@ -163,7 +170,7 @@ async def respond(call: Call) -> Response:
     named = session_of(call.request.headers, session_id=request.session_id, cache_key=request.prompt_cache_key)
     if _is_stored(request, named, is_row=call.daemon.is_background):
         return await _respond_stored(call, request, warnings)
-    conversation = Conversation(request.instructions, request.added())
+    conversation = Conversation(request.instructions, request.new_input())
     extras = Extras(request)
     fields, sampling = _fields(call, request, conversation, warnings)
     fields |= conversation_fields(
@@ -187,14 +194,14 @@ def _is_stored(request: ResponsesRequest, session: str | None, *, is_row: bool) 
     if request.store is not None:
         return request.store
     is_needed = request.background or request.names_earlier()
-    others = is_row or session is not None or has_files(request.added())
+    others = is_row or session is not None or has_files(request.new_input())
     return bool(is_needed) or not (others or request.return_progress or request.timings_per_token)
 
 
 async def _respond_stored(call: Call, request: ResponsesRequest, warnings: list[str]) -> Response:
     name, model = new_id("resp"), await _model(call, request)
-    past = await earlier(call, request.previous_response_id, request.conversation, request.model)
-    conversation = Conversation(request.instructions, request.added(), () if past is None else past.messages)
+    past = await find_earlier(call, request.previous_response_id, request.conversation, request.model)
+    conversation = Conversation(request.instructions, request.new_input(), () if past is None else past.messages)
     fields, sampling = _fields(call, request, conversation, warnings)
     session = name if past is None or past.session is None else past.session
     head = response_head(name, request, model, sampling, warnings)
@@ -275,8 +282,8 @@ async def render(call: Call) -> Response:
 
 async def _prompt(call: Call) -> tuple[list[int], list[str]]:
     request, warnings = await call.read(Input)
-    past = await earlier(call, request.previous_response_id, request.conversation, request.model)
-    conversation = Conversation(request.instructions, request.added(), () if past is None else past.messages)
+    past = await find_earlier(call, request.previous_response_id, request.conversation, request.model)
+    conversation = Conversation(request.instructions, request.new_input(), () if past is None else past.messages)
     messages = without_noise(conversation.messages)
     tools = _tool_fields(request, warnings)["tools"]
     found = await call.tokenize_chat(

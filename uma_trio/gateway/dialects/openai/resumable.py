@@ -67,14 +67,14 @@ class ResumableChunks(Renderer[Event]):
 
     def begin(self) -> bytes:
         """The chunk with the role, number 0."""
-        return b"" if self._after >= 0 else self._numbered(self._inner.begin(), 0)
+        return b"" if self._after >= 0 else self._number(self._inner.begin(), 0)
 
     def render(self, event: Event) -> bytes:
         """The chunk of one event; events without a number come before the first token."""
         data, number = self._inner.render(event), getattr(event, "number", None)
         if number is None:
             return data
-        return self._numbered(data, number) if number > self._after else b""
+        return self._number(data, number) if number > self._after else b""
 
     def fail(self, error: HttpError) -> bytes:
         """An error after the beginning: the connection to the answer, or the answer, has ended."""
@@ -84,5 +84,5 @@ class ResumableChunks(Renderer[Event]):
         """What comes after the last event, also for a client that has that."""
         return self._inner.end()
 
-    def _numbered(self, data: bytes, number: int) -> bytes:
+    def _number(self, data: bytes, number: int) -> bytes:
         return b"id: %s:%d\n" % (self._answer_id.encode(), number) + data if data else b""

@@ -74,7 +74,7 @@ class ServerInfo(Shape):
 async def loads(call: Call) -> Response:
     """How busy the daemon is.  Never waits for the model."""
     snapshot = await call.daemon.metrics()
-    load = load_of(by_model(snapshot).values(), _loaded(await call.daemon.models()))
+    load = load_of(by_model(snapshot).values(), _only_loaded(await call.daemon.models()))
     now = datetime.datetime.now(datetime.UTC).isoformat()
     return json_response(Loads(timestamp=now, version=uma_trio.__version__, dp_rank_count=1, loads=[load]))
 
@@ -117,7 +117,7 @@ def _tokens_per_s(snapshot: Snapshot) -> float:
     return sum(1e3 / gap for gap in gaps)
 
 
-def _loaded(models: Iterable[ModelDescription]) -> list[ModelDescription]:
+def _only_loaded(models: Iterable[ModelDescription]) -> list[ModelDescription]:
     return [model for model in models if model.state == "ready"]
 
 
@@ -129,7 +129,7 @@ async def version(call: Call) -> Response:
 async def server_info(call: Call) -> Response:
     """What the daemon can take: the default model, and the KV cache and places of all models that are loaded."""
     models = await call.daemon.models()
-    default, loaded = models[0], _loaded(models)
+    default, loaded = models[0], _only_loaded(models)
     return json_response(
         ServerInfo(
             version=uma_trio.__version__,

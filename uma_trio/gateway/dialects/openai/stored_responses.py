@@ -100,7 +100,7 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(16)}"
 
 
-async def earlier(call: Call, previous: str | None, conversation: Any, model: str | None) -> Earlier | None:
+async def find_earlier(call: Call, previous: str | None, conversation: Any, model: str | None) -> Earlier | None:
     """What a request continues that names a response or a conversation; ``None`` if it names neither.
 
     Raises:
@@ -190,10 +190,10 @@ async def retrieve(call: Call) -> Response:
     if query.stream:
         after = -1 if query.starting_after is None else query.starting_after
         return call.stream_events(call.daemon.attach(stored.id), stored.events(after=after))
-    return json_response(await written(call, info, stored))
+    return json_response(await read_stored(call, info, stored))
 
 
-async def written(call: Call, info: AnswerInfo, stored: StoredHead) -> ResponseObject:
+async def read_stored(call: Call, info: AnswerInfo, stored: StoredHead) -> ResponseObject:
     """A stored response as JSON; without its output as long as that grows."""
     events = stored.events()
     if info.state in ("queued", "running"):
@@ -203,7 +203,7 @@ async def written(call: Call, info: AnswerInfo, stored: StoredHead) -> ResponseO
     except HttpError as error:
         if error.code in LOST:
             raise
-        return events.failed(error)
+        return events.failure(error)
 
 
 async def whole(batches: AsyncIterator[list[Event]], events: ResponseEvents) -> ResponseObject:
@@ -221,7 +221,7 @@ async def cancel(call: Call) -> Response:
     """End a response that is generated; one that has ended stays as it is."""
     _, stored = await _find(call, call.request.path_params["id"])
     [info] = await call.ask(lambda client: client.answers("cancel", answer_id=stored.id), counts=True)
-    return json_response(await written(call, info, stored))
+    return json_response(await read_stored(call, info, stored))
 
 
 async def delete(call: Call) -> Response:

@@ -42,10 +42,10 @@ class TranscriptionForm(msgspec.Struct, kw_only=True):
 
 async def transcribe(call: Call) -> Response:
     """Write down the words that are spoken in a file."""
-    return await with_body(call, _transcribed)
+    return await with_body(call, _transcribe)
 
 
-async def _transcribed(call: Call, body: Body) -> Response:
+async def _transcribe(call: Call, body: Body) -> Response:
     data = bytearray()
 
     async def write(part: bytes) -> None:

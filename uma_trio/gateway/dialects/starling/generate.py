@@ -118,18 +118,18 @@ class Events(AnswerRenderer):
 
     def begin(self) -> bytes:
         """The warnings, if there are any."""
-        return self.written({"event": "warnings", "warnings": self._warnings}) if self._warnings else b""
+        return self.write({"event": "warnings", "warnings": self._warnings}) if self._warnings else b""
 
     def render(self, event: Event) -> bytes:
         """One event, with the names of docs/PROTOCOL-REFERENCE.md."""
         fields = dict(event.fields) if isinstance(event, UnknownEvent) else to_fields(event)
         if isinstance(event, Eos):
             fields["request_id"] = self._request_id
-        return self.written(fields)
+        return self.write(fields)
 
     def fail(self, error: HttpError) -> bytes:
         """An error after the beginning."""
-        return self.written({"event": "error", **error_body(error, self._request_id)["error"]})
+        return self.write({"event": "error", **error_body(error, self._request_id)["error"]})
 
     def whole(self, ends: Sequence[Eos]) -> object:
         """The fields of the last event; of several answers, a list of these."""
@@ -138,7 +138,7 @@ class Events(AnswerRenderer):
         body = answers[0] if len(answers) == 1 else {"answers": answers}
         return Answer(request_id=self._request_id, **body, warnings=warnings or UNSET)
 
-    def written(self, fields: dict[str, Any]) -> bytes:
+    def write(self, fields: dict[str, Any]) -> bytes:
         """An event of these fields."""
         if self._as_lines:
             return json_line(fields)

@@ -75,7 +75,7 @@ async def read_session(call: Call) -> Response:
 async def close_session(call: Call) -> Response:
     """Forget a session and free its KV cache."""
     request, warnings = await call.read(SessionRequest)
-    [closed] = await _changed(call, "close", request)
+    [closed] = await _change(call, "close", request)
     if await _find(call, name := _answer_id(request.session_id)) is not None:
         await call.ask(lambda client: client.answers("delete", answer_id=name))
     return json_response(Closed(session_id=closed.session_id, closed=True, tokens=closed.tokens), warnings=warnings)
@@ -84,18 +84,18 @@ async def close_session(call: Call) -> Response:
 async def fork_session(call: Call) -> Response:
     """Copy a session under a new name; both continue independently."""
     request, warnings = await call.read(ForkRequest)
-    [forked] = await _changed(call, "fork", request, request.new_id)
+    [forked] = await _change(call, "fork", request, request.new_id)
     return json_response(OneSession(session=forked), warnings=warnings)
 
 
 async def rename_session(call: Call) -> Response:
     """Give a session a title."""
     request, warnings = await call.read(RenameRequest)
-    [renamed] = await _changed(call, "rename", request)
+    [renamed] = await _change(call, "rename", request)
     return json_response(OneSession(session=renamed), warnings=warnings)
 
 
-async def _changed(call: Call, action: str, request: SessionRequest, *new_ids: str) -> list[SessionInfo]:
+async def _change(call: Call, action: str, request: SessionRequest, *new_ids: str) -> list[SessionInfo]:
     """Change a session.
 
     Args:
@@ -133,7 +133,7 @@ async def begin_answer(call: Call) -> Response:
 async def follow_answer(call: Call) -> Response:
     """The events of a running answer, from the first one on.  Before them ``request`` says what is answered."""
     request, warnings = await call.read(SessionRequest)
-    info = await _running(call, request)
+    info = await _find_running(call, request)
     shown = msgspec.json.decode(info.client_state or "{}", type=dict[str, Any])
     if info.messages is not None:
         shown["messages"] = [*map(message_fields, info.messages)]
@@ -144,7 +144,7 @@ async def follow_answer(call: Call) -> Response:
 async def stop_answer(call: Call) -> Response:
     """End a running answer.  What was generated of it stays in the session."""
     request, warnings = await call.read(SessionRequest)
-    info = await _running(call, request)
+    info = await _find_running(call, request)
     await call.ask(lambda client: client.answers("cancel", answer_id=info.answer_id), counts=True)
     return json_response(Stopped(session_id=request.session_id, stopped=True), warnings=warnings)
 
@@ -157,7 +157,7 @@ def _answer_id(session_id: str) -> str:
     return f"session-{hashlib.sha256(session_id.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}"
 
 
-async def _running(call: Call, request: SessionRequest) -> AnswerInfo:
+async def _find_running(call: Call, request: SessionRequest) -> AnswerInfo:
     """The running answer of a session.
 
     Raises:
@@ -192,7 +192,7 @@ class _KeptEvents(Events):
 
     def begin(self) -> bytes:
         """What is answered."""
-        return self.written({"event": "request", **self._request}) + super().begin()
+        return self.write({"event": "request", **self._request}) + super().begin()
 
     def fail(self, error: HttpError) -> bytes:
         """An error that ends the answer; where the daemon was lost, the events just end, and the answer goes on."""
