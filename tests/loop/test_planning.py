@@ -218,6 +218,7 @@ async def test_a_stream_that_has_ended_leaves_the_others_in_one_call(planning):
     streams = [found.ask(n) for n in (5, 40, 5, 5)]
     while any(stream.state is not State.DECODE for stream in streams):
         found.complete(found.submitted(found.next_step()))
+    streams[1].state = State.FINISHED
     found.running.release(streams[1], keep=True)
     planned = found.next_step()
     assert [view.seq_id for view in planned.plan.decodes] == [0, 2, 3]
@@ -235,6 +236,7 @@ async def test_where_attention_scans_the_whole_cache_its_cells_count(planning):
     streams = [found.ask(n) for n in (5, 40, 5)]
     while any(stream.state is not State.DECODE for stream in streams):
         found.complete(found.submitted(found.next_step()))
+    streams[1].state = State.FINISHED
     found.running.release(streams[1], keep=True)
     [idle] = found.cache.idle
     planned = found.next_step()

@@ -101,7 +101,7 @@ class State(enum.Enum):
     DECODE = enum.auto()
     """Generates."""
     FINISHED = enum.auto()
-    """Its last event is sent.  It still holds its KV cells while a step computes them."""
+    """It is in no further step, and holds its KV cells only while one computes them.  ``Answer.done``: its last event is sent."""
 
 
 @attrs.define(eq=False, kw_only=True)

@@ -231,12 +231,13 @@ class RunningSet:
         answer.report_prefill(n_cached)
 
     def release(self, answer: Answer, *, keep: bool) -> None:
-        """Give the cells of ``answer`` back.
+        """Give the cells of ``answer`` back, which has finished or waits.
 
         Args:
             keep: what it computed stays in the KV cache for others while there is room.
         """
         assert answer.allocation is not None
+        assert answer.state in (State.FINISHED, State.WAITING)
         tokens = answer.computed_tokens() if keep else None
         del self._answers[answer.allocation]
         self.cache.release(answer.allocation, tokens, at=trio.current_time())
@@ -300,8 +301,8 @@ class RunningSet:
         answer.place.end(trio.current_time(), answer.n_computed, copied)
         if copied is not None:
             answer.allocation.durable = False  # nobody waits for a second copy on disk
-        self.release(answer, keep=True)
         answer.state = State.WAITING
+        self.release(answer, keep=True)
         self._telemetry.preemptions_total += 1
 
     def unpark(self, answer: Answer) -> None:

@@ -291,7 +291,7 @@ class Scheduler:
 
         Its last event is sent at once.  Its KV cells are freed at the end of the step in flight.
         """
-        if answer.state is not State.FINISHED:
+        if not answer.done.is_set():
             answer.times.cancelled_at = trio.current_time()
             self._steps.revoke_ahead(answer)
             self.wake()
@@ -548,9 +548,9 @@ class Scheduler:
         for new in new_tokens:
             if ahead is not None and (new.reason is not None or not new.tokens):
                 ahead.drop(new.answer)
-            if new.reason is not None:
-                self._release(new.answer, keep=not isinstance(new.reason, UmaError))
-        self._release_finished(step)
+            if new.reason is not None:  # so the next plan may use its cells; its client gets the tokens later
+                self._stop_computing(new.answer, new.reason)
+        self._free_finished(step)
         completed = CompletedStep(step, output, new_tokens, now)
         self._planner.completed(completed)
         if step.planned.gives_way:
@@ -574,13 +574,7 @@ class Scheduler:
             self._steps.lost_time.interrupted(1e3 * (now - step.began_at))
             self.telemetry.interrupted_steps_total += 1
             self._stats.end_of_work()
-        self._release_finished(step)
-
-    def _release_finished(self, step: InFlightStep) -> None:
-        """Give back the cells of answers that finished while ``step`` was in flight."""
-        for answer in step.rows:
-            if answer.state is State.FINISHED and answer.allocation is not None:
-                self._release_when_computed(answer)
+        self._free_finished(step)
 
     # 2. submit what is planned
 
@@ -608,7 +602,7 @@ class Scheduler:
             self.timings.record_gap(gap_ms)
         if completed.step.planned.plan.chunks:
             for answer, row in completed.step.rows.items():
-                if answer.state is not State.FINISHED and row.end <= len(answer.prompt.tokens):
+                if not answer.done.is_set() and row.end <= len(answer.prompt.tokens):
                     answer.report_prefill(row.end)
         self._deliver_tokens(completed, controlled=False)
 
@@ -617,7 +611,7 @@ class Scheduler:
         for new in completed.new_tokens:
             if new.answer.control.exists is not controlled:
                 continue
-            if new.answer.state is not State.FINISHED:  # cancelled by what another answer's delivery set off
+            if not new.answer.done.is_set():  # cancelled by what another answer's delivery set off
                 self.deliver(new, completed.at)
 
     def deliver(self, new: NewTokens, at: float) -> None:
@@ -637,55 +631,71 @@ class Scheduler:
     # -- the end of an answer ------------------------------------------------------------------
 
     def finish(self, answer: Answer, reason: FinishReason | UmaError) -> None:
-        """Take ``answer`` out of the plans, and send its last event, unless it has ended."""
-        if answer.state is State.FINISHED:  # by what the end of another one set off
+        """End ``answer``, unless it has ended; all ends come here.
+
+        First no plan has it any more, then others forget it, then its client gets the last event.
+        """
+        if answer.done.is_set():  # by what the end of another one set off
             return
-        was_waiting = answer.state is State.WAITING
-        answer.state, answer.times.ended_at = State.FINISHED, trio.current_time()
+        self._stop_computing(answer, reason)
+        now = answer.times.ended_at = trio.current_time()
         if answer.bounds.steering is not None:
             answer.bounds.steering.end(AnswerNotFound(f"{answer.request.id!r} ended before it was changed"))
-        if was_waiting:
-            self._waiting.remove(answer)
-        elif answer.allocation is not None:
-            if isinstance(reason, UmaError):
-                answer.keep_computed = False
-            self._release_when_computed(answer)
         self._leave(answer.principal)
         if answer.control.exists:
             self._controllers.ended(answer)
+        token_ms = self.timings.cost.prefill_token_ms
         if isinstance(reason, UmaError):
             reason.request_id = answer.request.id
             answer.sink.send(Failure.of(reason, metadata=answer.request.metadata, index=answer.index))
         else:
-            explain = answer.request.explain
-            explanation = self._explainer.of(answer, self.timings.cost.prefill_token_ms) if explain else None
-            answer.sink.send(answer.eos(reason, answer.times.ended_at, explanation))
-        self._explainer.ended(answer, self.timings.cost.prefill_token_ms)
-        self._stats.record_end(answer, reason, answer.times.ended_at)
+            explanation = self._explainer.of(answer, token_ms) if answer.request.explain else None
+            answer.sink.send(answer.eos(reason, now, explanation))
+        self._explainer.ended(answer, token_ms)
+        self._stats.record_end(answer, reason, now)
         self._forecaster.ended(answer, reason)
         self._planner.ended(answer)
         answer.done.set()
 
-    def _release_when_computed(self, answer: Answer) -> None:
-        """Give the cells of a finished answer back, unless a step in flight still writes to them.
+    def _stop_computing(self, answer: Answer, reason: FinishReason | UmaError) -> None:
+        """Take ``answer`` out of the plans, and give its cells back: the first part of its end.
+
+        Where its tokens end it, the next plan comes between this and the rest, which follows these tokens.
+        """
+        if answer.state is State.FINISHED:
+            return
+        was_waiting, answer.state = answer.state is State.WAITING, State.FINISHED
+        if isinstance(reason, UmaError):
+            answer.keep_computed = False
+        if was_waiting:
+            self._waiting.remove(answer)
+        else:
+            self._free(answer)
+
+    def _free_finished(self, step: InFlightStep, *, failed: bool = False) -> None:
+        """Give the cells of answers back that finished while ``step`` was in flight."""
+        for answer in step.rows:
+            if answer.state is State.FINISHED:
+                answer.keep_computed = answer.keep_computed and not failed
+                self._free(answer)
+
+    def _free(self, answer: Answer) -> None:
+        """Give the cells of a finished answer back, unless it has none or a step in flight still writes to them.
 
         Tokens that stay for others are given back at once, as the step that has begun will leave them: the next
         request may come before that step is complete.
         """
-        was_cancelled = answer.times.cancelled_at is not None
+        if answer.allocation is None:
+            return
+        cancelled_at = answer.times.cancelled_at
         # a session goes on from what its client has seen, also of an answer that was cancelled
-        keep = answer.keep_computed and (not was_cancelled or (answer.durable and bool(answer.tokens)))
+        keep = answer.keep_computed and (cancelled_at is None or (answer.durable and bool(answer.tokens)))
         computing = [step for step in self._steps if step.row_of(answer) is not None]
         if keep and computing == [self._steps.begun] and not computing[0].revoked:
-            assert answer.allocation is not None
             self.cache.advance(answer.allocation, computing[0].rows[answer].end)
-            computing = []
-        if not computing:
-            self._release(answer, keep=keep)
-
-    def _release(self, answer: Answer, *, keep: bool) -> None:
+        elif computing:
+            return
         self._running.release(answer, keep=keep)
-        cancelled_at = answer.times.cancelled_at
         if cancelled_at is not None and not keep:
             self.telemetry.cancel_to_free_ms.add(1e3 * (trio.current_time() - cancelled_at))
 
@@ -723,9 +733,8 @@ class Scheduler:
         self._embeddings.lost(chunks[0] if chunks else None)
         if not self._stopping:  # otherwise ``stop`` has ended it
             log.error("the engine failed", reason=reason, answers=len(suspects), restarts=self._engine.restarts)
-        for answer in chain.from_iterable([step.rows for step in steps]):
-            if answer.state is State.FINISHED and answer.allocation is not None:
-                self._release(answer, keep=False)
+        for step in steps:
+            self._free_finished(step, failed=True)
         self._running.restart()
         if self.on_step is not None:
             self.on_step()

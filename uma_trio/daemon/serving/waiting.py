@@ -83,6 +83,7 @@ class WaitingQueue:
                     refusal = self._full()
                     for entered in answers[:n]:
                         if entered in self._running:
+                            entered.state = State.WAITING
                             self._running.release(entered, keep=False)
                         else:
                             self._answers.remove(entered)

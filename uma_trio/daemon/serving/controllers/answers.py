@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import trio
 
-from uma_trio.daemon.serving.answer import Answer, State
+from uma_trio.daemon.serving.answer import Answer
 from uma_trio.daemon.serving.controllers.state import Control, ControlledRequest, Phase
 
 
@@ -38,7 +38,7 @@ class ControlledAnswers:
     def by_request(self) -> Iterator[tuple[ControlledRequest, list[Answer]]]:
         """Each request with its live answers."""
         for request, answers in [*self._answers.items()]:
-            yield request, [each for each in answers if each.state is not State.FINISHED]
+            yield request, [each for each in answers if control_of(each).id in self.live]
 
     def new_id(self) -> int:
         """An id that was never used."""
@@ -74,7 +74,7 @@ class ControlledAnswers:
         """``answer`` has ended."""
         control = control_of(answer)
         del self.live[control.id]
-        if all(other.state is State.FINISHED for other in self._answers[control.request]):
+        if all(control_of(other).id not in self.live for other in self._answers[control.request]):
             del self._answers[control.request]
 
 
