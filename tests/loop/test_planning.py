@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import attrs
@@ -23,6 +24,7 @@ from uma_trio.daemon.serving.embedding import EmbeddingQueue, PendingEmbeddings
 from uma_trio.daemon.serving.in_flight import InFlightSteps
 from uma_trio.daemon.serving.offload import Offloader
 from uma_trio.daemon.serving.planning import NoStep, StepPlanner
+from uma_trio.daemon.serving.principals import Principals
 from uma_trio.daemon.serving.prompt_lookup import PromptLookup
 from uma_trio.daemon.serving.request import PreparedRequest, admit
 from uma_trio.daemon.serving.running import RunningSet, cache_for
@@ -61,7 +63,8 @@ class Planning:
         offloader = Offloader(self.cache, self.timings, lambda: None, after_s=1.0)
         telemetry = Telemetry()
         self.running = RunningSet(self.cache, offloader, telemetry)
-        self.waiting = WaitingQueue(self.running, max_length=100)
+        self.principals = Principals(lambda: chain(self.running, self.waiting), lambda: self.embeddings)
+        self.waiting = WaitingQueue(self.running, self.principals, max_length=100)
         self.embeddings = EmbeddingQueue(self.info, 100, lambda principal: None)
         self.bisection = CrashBisection()
         self.planner = StepPlanner(
@@ -72,6 +75,7 @@ class Planning:
             waiting=self.waiting,
             embeddings=self.embeddings,
             controllers=ControllerDriver(None, None, InFlightSteps(None), self.running, self.waiting, None),
+            principals=self.principals,
             bisection=self.bisection,
             speculator=Speculator(self.info, CONFIG.scheduling, self.timings, self.bisection),
         )
@@ -83,7 +87,7 @@ class Planning:
         prompt = Prompt(np.arange(first, first + n_prompt, dtype=np.int32) % 900, "")
         request = Generate(id="1", prompt="", max_tokens=max_tokens)
         [answer] = admit(PreparedRequest(request, prompt, Sink(), principal), self.info, CONFIG)
-        self.planner.arrived(principal)
+        self.principals.arrived(principal)
         self.waiting.enter([answer])
         return answer
 
@@ -92,7 +96,14 @@ class Planning:
         self.embeddings.add(pending)
         return pending
 
+    def step_ahead(self, step: InFlightStep) -> PlannedStep | NoStep:
+        if (obstacle := self.planner.obstacle(step)) is not None:
+            return obstacle
+        self.waiting.admit(may_preempt=False)
+        return self.planner.step_ahead(step)
+
     def next_step(self) -> PlannedStep:
+        self.waiting.admit(may_preempt=True)
         planned = self.planner.next_step()
         assert isinstance(planned, PlannedStep), planned
         return planned
@@ -135,9 +146,9 @@ async def test_a_prompt_is_prefilled_by_a_step_and_by_one_that_runs_ahead(planni
     assert [(planned.answers[chunk.seq_id], chunk.n_tokens) for chunk in planned.plan.chunks] == [(answer, 64)]
     step = found.submitted(planned)
 
-    assert found.planner.step_ahead(step) is NoStep.OUTLIER, "nothing is known of durations"
+    assert found.step_ahead(step) is NoStep.OUTLIER, "nothing is known of durations"
     found.planner.last_was_outlier = False
-    ahead = found.planner.step_ahead(step)
+    ahead = found.step_ahead(step)
     assert [(chunk.n_tokens, chunk.is_last) for chunk in ahead.plan.chunks] == [(36, True)]
     assert ahead.policy_before == planned.plan.state
 
@@ -147,7 +158,7 @@ async def test_streams_go_on_in_a_step_that_runs_ahead(planning):
     streams = found.streams(3)
     step = found.submitted(found.next_step())
     assert [*step.rows] == streams
-    ahead = found.planner.step_ahead(step)
+    ahead = found.step_ahead(step)
     assert [ahead.answers[view.seq_id] for view in ahead.plan.decodes] == streams
     n_passes = step.planned.plan.n_passes
     assert [view.n_context for view in ahead.plan.decodes] == [5 + n_passes] * 3, "what the step in flight computes"
@@ -168,7 +179,7 @@ async def test_a_quick_step_has_several_passes(planning, call_ms, n_passes):
     assert step.planned.plan.n_passes == n_passes
     assert step.planned.plan.predicted_ms == pytest.approx(n_passes * call_ms)
     assert {row.n_samples for row in step.rows.values()} == {n_passes}
-    assert found.planner.step_ahead(step).plan.n_passes == n_passes
+    assert found.step_ahead(step).plan.n_passes == n_passes
 
 
 async def test_no_stream_gets_more_tokens_than_it_may_have_or_later_than_it_should(planning):
@@ -178,11 +189,11 @@ async def test_no_stream_gets_more_tokens_than_it_may_have_or_later_than_it_shou
     streams[1].bounds.token_limit = len(streams[1].tokens) + 4
     step = found.submitted(found.next_step())
     assert step.planned.plan.n_passes == 4
-    ahead = found.planner.step_ahead(step)
+    ahead = found.step_ahead(step)
     assert [ahead.answers[view.seq_id] for view in ahead.plan.decodes] == [streams[0], streams[2]]
     found.planner.undo(ahead)
     streams[1].bounds.token_limit += 2
-    assert found.planner.step_ahead(step).plan.n_passes == 2
+    assert found.step_ahead(step).plan.n_passes == 2
     found.complete(step)
     streams[2].due_at = trio.current_time() + 0.0016
     assert found.next_step().plan.n_passes == 2, "one is left, and 1.6 ms have room for three"
@@ -226,7 +237,7 @@ async def test_a_stream_that_has_ended_leaves_the_others_in_one_call(planning):
     assert planned.plan.work.decode_rows == 4, "one row is not a stream's"
     held = [view.n_context for view in planned.plan.decodes]
     assert planned.plan.work.context_tokens == sum(held) + 40, "what the ended one has left"
-    ahead = found.planner.step_ahead(found.submitted(planned))
+    ahead = found.step_ahead(found.submitted(planned))
     assert ahead.plan.call_widths == (3,)
 
 
@@ -246,7 +257,7 @@ async def test_where_attention_scans_the_whole_cache_its_cells_count(planning):
     found.ask(30)
     step = found.submitted(planned)
     found.planner.last_was_outlier = False
-    ahead = found.planner.step_ahead(step)
+    ahead = found.step_ahead(step)
     n_new = step.planned.plan.n_rows
     assert n_new == 2 * step.planned.plan.n_passes
     assert ahead.plan.work.context_tokens == 2 * (cells + n_new)
@@ -263,7 +274,7 @@ async def test_a_prompt_goes_on_next_to_streams_in_a_step_that_runs_ahead(planni
     while prompt.state is State.PREFILL and step.rows[prompt].end < 150:
         assert [*step.rows] == [*streams, prompt]
         ends.append(step.rows[prompt].end)
-        ahead = found.planner.step_ahead(step)
+        ahead = found.step_ahead(step)
         assert [ahead.answers[view.seq_id] for view in ahead.plan.decodes] == streams
         [chunk] = ahead.plan.chunks
         behind, message = build_step(ahead, 100 + len(ends), in_flight=step)
@@ -275,7 +286,7 @@ async def test_a_prompt_goes_on_next_to_streams_in_a_step_that_runs_ahead(planni
         found.complete(step)
         step = behind
     assert len(ends) >= 2
-    ahead = found.planner.step_ahead(step)
+    ahead = found.step_ahead(step)
     assert not ahead.plan.chunks
     assert {ahead.answers[view.seq_id] for view in ahead.plan.decodes} == {*streams, prompt}, (
         "its first token is sampled"
@@ -288,7 +299,7 @@ async def test_a_step_with_streams_and_a_prompt_that_was_not_begun_is_planned_ag
     found.ask(150)
     step = found.submitted(found.next_step())
     found.planner.last_was_outlier = False
-    ahead = found.planner.step_ahead(step)
+    ahead = found.step_ahead(step)
     found.planner.undo(ahead)
     found.complete(step)
     again = found.planner.next_step()
@@ -301,7 +312,7 @@ async def test_nothing_is_left_to_do_after_the_last_token_in_flight(planning):
     found = planning()
     answer = found.ask(5, max_tokens=1)
     step = found.submitted(found.next_step())
-    assert found.planner.step_ahead(step) is NoStep.NOTHING_READY
+    assert found.step_ahead(step) is NoStep.NOTHING_READY
     found.complete(step)
     assert len(answer.tokens) == 1
 
@@ -311,7 +322,7 @@ async def test_no_step_runs_ahead_of_one_that_was_revoked(planning):
     found.streams(1)
     step = found.submitted(found.next_step())
     step.revoked = True
-    assert found.planner.step_ahead(step) is NoStep.NO_SEQUENCE
+    assert found.step_ahead(step) is NoStep.NO_SEQUENCE
 
 
 async def test_draft_tokens_continue_a_known_token(planning):
@@ -320,12 +331,12 @@ async def test_draft_tokens_continue_a_known_token(planning):
     stream.speculation.lookup = PromptLookup([1, 2, 7, 8, 9] * 4 + [1, 2, 7], acceptance_rate=0.95)
     step = found.submitted(found.next_step())
     assert step.planned.plan.drafts
-    assert found.planner.step_ahead(step) is NoStep.DRAFTS, "how many are accepted is not known"
+    assert found.step_ahead(step) is NoStep.DRAFTS, "how many are accepted is not known"
 
     stream.speculation.lookup = None
     plain = found.submitted(found.next_step())
     stream.speculation.lookup = PromptLookup([1, 2, 7, 8, 9] * 4 + [1, 2, 7], acceptance_rate=0.95)
-    assert found.planner.step_ahead(plain) is NoStep.DRAFTS, "the next step could have some"
+    assert found.step_ahead(plain) is NoStep.DRAFTS, "the next step could have some"
 
 
 @pytest.mark.parametrize(("n", "allowed"), [(MAX_DECODES_WITH_DRAFTS, True), (MAX_DECODES_WITH_DRAFTS + 1, False)])
@@ -341,12 +352,12 @@ async def test_texts_to_embed_are_in_the_next_step_and_in_none_that_runs_ahead(p
     found.streams(1)
     step = found.submitted(found.next_step())
     found.embed(40)
-    assert found.planner.step_ahead(step) is NoStep.UNKNOWN_DURATION
+    assert found.step_ahead(step) is NoStep.UNKNOWN_DURATION
     found.complete(step)
     planned = found.next_step()
     assert planned.embedding is not None
     assert planned.plan.decodes
-    service = found.planner._policy.service
+    service = found.principals.policy.service
     before = planned.policy_before.service.decoded(planned.plan.decodes)
     assert service.counter("uid:0") == before.counter("uid:0") + planned.embedding.n_tokens, "they are charged"
 
@@ -375,17 +386,17 @@ async def test_after_a_crash_one_half_of_the_sequences_runs_and_nothing_ahead(pl
     assert half.embedding is None, "a crash must be one's fault"
     [pending] = found.embeddings
     found.embeddings.end(pending, None)
-    assert found.planner.step_ahead(found.submitted(half)) is NoStep.SUSPECTS
+    assert found.step_ahead(found.submitted(half)) is NoStep.SUSPECTS
 
 
 async def test_what_cannot_be_truncated_must_be_known_before_a_prompt_begins(planning):
     found = planning(can_truncate=False)
     found.streams(1)
     step = found.submitted(found.next_step())
-    assert isinstance(found.planner.step_ahead(step), PlannedStep)
+    assert isinstance(found.step_ahead(step), PlannedStep)
     found.complete(step)
     found.ask(30)
-    assert found.planner.step_ahead(step) is NoStep.CANNOT_TRUNCATE
+    assert found.step_ahead(step) is NoStep.CANNOT_TRUNCATE
 
 
 async def test_a_step_that_was_not_begun_leaves_nothing_behind(planning):
@@ -393,12 +404,12 @@ async def test_a_step_that_was_not_begun_leaves_nothing_behind(planning):
     found.streams(2)
     step = found.submitted(found.next_step())
     found.cache._pool.ops.append("an operation")
-    before = found.planner._policy
-    ahead = found.planner.step_ahead(step)
+    before = found.principals.policy
+    ahead = found.step_ahead(step)
     assert ahead.ops == ("an operation",)
     assert not found.cache.has_ops
-    assert found.planner._policy.service.counter("uid:0") > before.service.counter("uid:0")
+    assert found.principals.policy.service.counter("uid:0") > before.service.counter("uid:0")
     found.planner.undo(ahead)
     assert found.cache.take_ops() == ("an operation",)
-    assert found.planner._policy.service.counter("uid:0") == before.service.counter("uid:0")
-    assert attrs.evolve(found.planner._policy, service=before.service) == before
+    assert found.principals.policy.service.counter("uid:0") == before.service.counter("uid:0")
+    assert attrs.evolve(found.principals.policy, service=before.service) == before

@@ -13,7 +13,6 @@ import trio
 from uma_trio.config import Scheduling
 from uma_trio.daemon.scheduling import places
 from uma_trio.daemon.scheduling.answer_lengths import AnswerLengths
-from uma_trio.daemon.scheduling.fairness import Service
 from uma_trio.daemon.scheduling.forecast import Arrivals, Load, Prediction, Speed, forecast, mean_load
 from uma_trio.daemon.scheduling.timings import StepTimings
 from uma_trio.daemon.serving.answer import Answer, State
@@ -143,7 +142,7 @@ class Forecaster:
         """
         return min(MAX_PACE, max(1 / MAX_PACE, self._true_ms / max(1.0, self._predicted_ms)))
 
-    def report(self, service: Service) -> list[tuple[Answer, DeadlineMissed]]:
+    def report(self) -> list[tuple[Answer, DeadlineMissed]]:
         """Send forecasts to those who asked for them and have none yet, or one that has changed much.
 
         Call it when a request has come, and in every tick.  Mostly it does nothing.
@@ -162,7 +161,7 @@ class Forecaster:
             return []
         if is_update:
             self._reported_at = now
-        predictions, late = self._predict(service), []
+        predictions, late = self._predict(), []
         for answer, known in asking.items():
             if known.predicted is not None and not is_update:
                 continue
@@ -178,13 +177,13 @@ class Forecaster:
         self._may_at = max(self._may_at, now - SAVED_S) + took_s / MAX_SHARE
         return late
 
-    def retry_after_ms(self, service: Service) -> int:
+    def retry_after_ms(self) -> int:
         """When the next refused request may come back: after those that wait, and those that were refused before."""
         if not len(self._running) and not len(self._waiting):
             self._retries.clear()
         now = trio.current_time()
         if now >= self._room_until:
-            waiting = [*map(self._load, self._waiting.in_order(service)), SMALLEST]
+            waiting = [*map(self._load, self._waiting.in_order()), SMALLEST]
             found = self._forecast([*map(self._load, self._running)], waiting)
             self._room = found[-1].place_ms, max(each.end_ms for each in found) / len(found)
             self._room_until = trio.current_time() + (trio.current_time() - now) / MAX_SHARE
@@ -212,8 +211,8 @@ class Forecaster:
             known.n_reusable = self._running.reusable(answer)
         return known.n_reusable
 
-    def _predict(self, service: Service) -> dict[Answer, Prediction]:
-        running, waiting = [*self._running], self._waiting.in_order(service)
+    def _predict(self) -> dict[Answer, Prediction]:
+        running, waiting = [*self._running], self._waiting.in_order()
         found = self._forecast([*map(self._load, running)], [*map(self._load, waiting)], self._arrivals())
         return dict(zip([*running, *waiting], found, strict=True))
 

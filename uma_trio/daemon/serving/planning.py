@@ -19,16 +19,16 @@ from uma_trio.config import Scheduling
 from uma_trio.daemon.kv.cache import KvCache
 from uma_trio.daemon.scheduling.bisection import CrashBisection
 from uma_trio.daemon.scheduling.cost import MAX_MARGIN
-from uma_trio.daemon.scheduling.fairness import Service
 from uma_trio.daemon.scheduling.gaps import NO_FILLERS
 from uma_trio.daemon.scheduling.policy import Plan, plan, repeated
-from uma_trio.daemon.scheduling.tick import PolicyState, Tick
+from uma_trio.daemon.scheduling.tick import Tick
 from uma_trio.daemon.scheduling.timings import StepTimings
 from uma_trio.daemon.scheduling.view import Priority, SequenceView, foreground
 from uma_trio.daemon.serving.answer import Answer, State
 from uma_trio.daemon.serving.controllers.driver import ControllerDriver
 from uma_trio.daemon.serving.embedding import EmbeddingChunk, EmbeddingQueue
 from uma_trio.daemon.serving.offload import Offloader
+from uma_trio.daemon.serving.principals import Principals
 from uma_trio.daemon.serving.running import RunningSet
 from uma_trio.daemon.serving.speculation import Speculator, often_forced
 from uma_trio.daemon.serving.step import CompletedStep, InFlightStep, PlannedStep
@@ -36,7 +36,6 @@ from uma_trio.daemon.serving.waiting import WaitingQueue
 from uma_trio.engine_link.attention import Attention, AttentionScan
 from uma_trio.engine_link.kv_ops import KvOp
 from uma_trio.engine_link.messages import ModelInfo
-from uma_trio.principal import Principal
 
 MASK_TIMEOUT_MS: Final = 10.0
 """An answer whose mask is not ready this long after the logits is left out, and computed again in a later step."""
@@ -66,9 +65,8 @@ class NoStep(enum.Enum):
 class StepPlanner:
     """Plans the steps of one engine, one after another.
 
-    Its arguments change between two plans, and planning changes some of them: waiting answers start to run, texts and KV
-    operations leave their queues, and the policy's state advances.  So a planned step must be submitted, or given back
-    with ``undo``.
+    Its arguments change between two plans, and planning changes some of them: texts and KV operations leave their queues,
+    and the policy's state advances.  So a planned step must be submitted, or given back with ``undo``.
     """
 
     def __init__(
@@ -81,6 +79,7 @@ class StepPlanner:
         waiting: WaitingQueue,
         embeddings: EmbeddingQueue,
         controllers: ControllerDriver,
+        principals: Principals,
         bisection: CrashBisection[Answer],
         speculator: Speculator,
     ) -> None:
@@ -93,41 +92,18 @@ class StepPlanner:
         self._waiting = waiting
         self._embeddings = embeddings
         self._controllers = controllers
+        self._principals = principals
         self._bisection = bisection
         self._speculator = speculator
-        self._policy = PolicyState()
         self._had_chunk = False
         """The last step that was planned had texts to embed."""
         self.last_was_outlier = True
         """The last step took much more or less time than predicted, or there was none."""
 
-    # -- who is served --------------------------------------------------------------------------
-
-    def arrived(self, principal: Principal) -> None:
-        """A request of ``principal`` has come; call it before the request is in a queue."""
-        waiting = {
-            other.principal.name
-            for other in chain(self._running, self._waiting)
-            if other.state in (State.WAITING, State.PREFILL)
-        }
-        waiting |= {pending.principal.name for pending in self._embeddings}
-        if principal.name not in waiting:
-            self._policy = attrs.evolve(self._policy, service=self._policy.service.arrived(principal.name, waiting))
-
-    def left(self, principal: Principal) -> None:
-        """The last request of ``principal`` has ended."""
-        self._policy = self._policy.without(principal.name)
-
-    def ended(self, answer: Answer) -> None:
-        """``answer`` has ended."""
-        self._bisection.discard(answer)
-        self._speculator.ended(answer)
-
     # -- the next step --------------------------------------------------------------------------
 
     def next_step(self) -> PlannedStep | NoStep:
         """What to compute now; no step is in flight."""
-        self._admit(may_preempt=True)
         self._timings.attention = self._attention()
         starts_at = trio.current_time()
         decodes, prefills = self._views()
@@ -161,7 +137,7 @@ class StepPlanner:
             chosen = attrs.evolve(chosen, state=attrs.evolve(chosen.state, service=service))
         elif not (ops or prefills or gives_way):
             chosen = self._repeated(chosen, answers, starts_at)
-        before, self._policy = self._policy, chosen.state
+        before, self._principals.policy = self._principals.policy, chosen.state
         return PlannedStep(
             plan=chosen,
             answers=answers,
@@ -175,15 +151,31 @@ class StepPlanner:
             gives_way=gives_way,
         )
 
+    def obstacle(self, step: InFlightStep) -> NoStep | None:
+        """Why no step may run ahead of ``step``, whatever is ready."""
+        if step.revoked or not step.rows:
+            return NoStep.NO_SEQUENCE
+        if step.planned.plan.drafts and any(row.drafts for row in step.rows.values()):
+            return NoStep.DRAFTS
+        if self._offloader.has_transfers or self._running.is_copying or self._embeddings.is_ready:
+            return NoStep.UNKNOWN_DURATION
+        if self._bisection.is_active:
+            return NoStep.SUSPECTS
+        if self._waiting.preempts_at <= trio.current_time():
+            return NoStep.PREEMPTION
+        if self._controllers and self._controllers.prevents_run_ahead(step):
+            return NoStep.CONTROLLER
+        if not self._info.can_truncate and (
+            self._waiting.may_admit or any(each.state is State.PREFILL for each in self._running)
+        ):
+            return NoStep.CANNOT_TRUNCATE
+        return None
+
     def step_ahead(self, step: InFlightStep) -> PlannedStep | NoStep:
-        """What to compute after ``step``, the only one in flight, as soon as it is complete.
+        """What to compute after ``step``, the only one in flight, as soon as it is complete; there is no ``obstacle``.
 
         It goes on with the tokens that ``step`` samples, so they must not decide what it contains.
         """
-        obstacle = self._obstacle(step)
-        if obstacle is not None:
-            return obstacle
-        self._admit(may_preempt=False)
         self._timings.attention = self._attention(step)
         decodes, prefills = step.views_after(chain(*self._running.begin_plan(step.rows)))
         answers: Mapping[int, Answer] = self._running.by_seq_id()
@@ -209,7 +201,7 @@ class StepPlanner:
         ops = self._cache.take_ops(in_flight=True)
         if not (ops or prefills or gives_way):
             chosen = self._repeated(chosen, answers, step.completed_at, step)
-        before, self._policy = self._policy, chosen.state
+        before, self._principals.policy = self._principals.policy, chosen.state
         return PlannedStep(
             plan=chosen,
             answers=answers,
@@ -236,51 +228,9 @@ class StepPlanner:
         if not began:
             self._cache.put_back(planned.ops)
         self._speculator.undo(planned)
-        self._policy = self._policy.undo(planned.policy_before, planned.plan.state)
+        self._principals.policy = self._principals.policy.undo(planned.policy_before, planned.plan.state)
 
     # -- its parts ------------------------------------------------------------------------------
-
-    def _obstacle(self, step: InFlightStep) -> NoStep | None:
-        """Why no step may run ahead of ``step``, whatever is ready."""
-        if step.revoked or not step.rows:
-            return NoStep.NO_SEQUENCE
-        if step.planned.plan.drafts and any(row.drafts for row in step.rows.values()):
-            return NoStep.DRAFTS
-        if self._offloader.has_transfers or self._running.is_copying or self._embeddings.is_ready:
-            return NoStep.UNKNOWN_DURATION
-        if self._bisection.is_active:
-            return NoStep.SUSPECTS
-        if self.preempts_at <= trio.current_time():
-            return NoStep.PREEMPTION
-        if self._controllers and self._controllers.prevents_run_ahead(step):
-            return NoStep.CONTROLLER
-        if not self._info.can_truncate and (
-            self._waiting.may_admit or any(each.state is State.PREFILL for each in self._running)
-        ):
-            return NoStep.CANNOT_TRUNCATE
-        return None
-
-    @property
-    def service(self) -> Service:
-        """What each principal was given."""
-        return self._policy.service
-
-    @property
-    def preempts_at(self) -> float:
-        """When a running answer will lose its place, on trio's clock; infinite if none will."""
-        return self._waiting.preempts_at(self._policy.service)
-
-    def preempt(self) -> None:
-        """Let answers lose their places whose turn has ended, or whose copies have; no step is in flight."""
-        if self._running.is_copying or self.preempts_at <= trio.current_time():
-            self._admit(may_preempt=True)
-
-    def _admit(self, *, may_preempt: bool) -> None:
-        for answer in self._waiting.admit(self._policy.service, may_preempt=may_preempt):
-            if answer.control.exists:
-                self._controllers.preempted(answer)
-            self._speculator.preempted(answer)
-            self._bisection.discard(answer)
 
     def _views(self) -> tuple[list[SequenceView], list[SequenceView]]:
         """What the next step can decode and prefill, if none is in flight; by sequence id."""
@@ -327,7 +277,7 @@ class StepPlanner:
             time_ms /= 2
         if decodes and had_chunk and time_ms < self._embeddings.min_chunk_ms:
             return None  # streams will be late: every other step has the smallest chunk
-        chunk = self._embeddings.next_chunk(time_ms, self._policy.service)
+        chunk = self._embeddings.next_chunk(time_ms, self._principals.service)
         self._had_chunk = chunk is not None
         return chunk
 
@@ -336,7 +286,7 @@ class StepPlanner:
             Tick(
                 decodes,
                 prefills,
-                self._policy,
+                self._principals.policy,
                 now_s=starts_at,
                 cost=self._timings.cost,
                 max_tokens=self._info.n_batch,

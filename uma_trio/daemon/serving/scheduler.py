@@ -36,6 +36,7 @@ from uma_trio.daemon.serving.new_tokens import NewTokens, TokenToBytes
 from uma_trio.daemon.serving.offload import InThread, Offloader
 from uma_trio.daemon.serving.output import send_prompt, send_tokens
 from uma_trio.daemon.serving.planning import NoStep, StepPlanner
+from uma_trio.daemon.serving.principals import Principals
 from uma_trio.daemon.serving.request import PreparedRequest, adapters_of, admit
 from uma_trio.daemon.serving.running import RunningSet, cache_for
 from uma_trio.daemon.serving.speculation import Speculator
@@ -58,10 +59,8 @@ from uma_trio.errors import (
     ModelUnavailable,
     QueueFull,
     ShuttingDown,
-    TooManyRequests,
     UmaError,
 )
-from uma_trio.principal import Principal
 from uma_trio.processes.energy import EnergyMeter
 from uma_trio.processes.machine import free_memory_bytes
 from uma_trio.protocol.answers import HealthCheck, SequenceInfo
@@ -117,8 +116,9 @@ class Scheduler:
             memory=MemoryStates(config.scheduling.preempted_max_mb * MB, free_memory_bytes),
         )
         self._running = RunningSet(self.cache, self.offloader, self.telemetry)
-        self._waiting = WaitingQueue(self._running, config.limits.max_queue)
-        self._embeddings = EmbeddingQueue(self.info, config.limits.max_queue, self._leave)
+        self._principals = Principals(self.answers, lambda: self._embeddings)
+        self._waiting = WaitingQueue(self._running, self._principals, config.limits.max_queue)
+        self._embeddings = EmbeddingQueue(self.info, config.limits.max_queue, self._principals.ended)
         self._steps = InFlightSteps(engine)
         self._controllers = ControllerDriver(runtime, engine, self._steps, self._running, self._waiting, self)
         self._bisection: CrashBisection[Answer] = CrashBisection()
@@ -132,6 +132,7 @@ class Scheduler:
             waiting=self._waiting,
             embeddings=self._embeddings,
             controllers=self._controllers,
+            principals=self._principals,
             bisection=self._bisection,
             speculator=self._speculator,
         )
@@ -190,14 +191,14 @@ class Scheduler:
         if answers[0].priority is not Priority.BACKGROUND:
             self._steps.interrupt()
         has_place = any(each in self._running for each in answers) or self._running.room().has_spare
-        if has_place or self._planner.preempts_at <= trio.current_time():
+        if has_place or self._waiting.preempts_at <= trio.current_time():
             self.wake()
         else:  # without a place it is in no step
             self.end_wait()
         return answers
 
     def _report_forecasts(self) -> None:
-        for answer, error in self._forecaster.report(self._planner.service):
+        for answer, error in self._forecaster.report():
             self.finish(answer, error)
 
     def _replay(self, known: NewTokens) -> None:
@@ -213,12 +214,12 @@ class Scheduler:
         if self._refusal is not None:
             raise self._refusal
         principal, log = prepared.principal, prepared.log
-        self._check_limit(principal, prepared.request.n)
+        self._principals.check_limit(principal, prepared.request.n)
         if prepared.controlled is not None:
             self._controllers.check(prepared.controlled)
         answers = admit(prepared, self.info, self._config, saves_states=self.offloader.saves)
         known = append_known(answers[0], log, self._token_to_bytes) if log is not None and log.known else None
-        self._planner.arrived(principal)
+        self._principals.arrived(principal)
         try:
             self._waiting.enter(answers)
         except (QueueFull, KvFull) as refusal:
@@ -242,14 +243,14 @@ class Scheduler:
         if self._refusal is not None:
             raise self._refusal
         pending.adapters = adapters_of(pending.request, self.info).scales
-        self._check_limit(pending.principal, 1)
-        self._planner.arrived(pending.principal)
+        self._principals.check_limit(pending.principal, 1)
+        self._principals.arrived(pending.principal)
         self._embeddings.add(pending)
         self.wake()
 
     def retry_after_ms(self) -> int:
         """When a request that was refused may be sent again; see ``Forecaster``."""
-        return self._forecaster.retry_after_ms(self._planner.service)
+        return self._forecaster.retry_after_ms()
 
     def explain(self, request_id: str, principal: str) -> Explanation:
         """Why tokens of the prompt of a request of ``principal`` were computed again.
@@ -268,23 +269,6 @@ class Scheduler:
         if not pending.done.is_set():
             self._embeddings.end(pending, reason)
             self.wake()
-
-    def _leave(self, principal: Principal) -> None:
-        """A request of ``principal`` has ended."""
-        if not self._n_requests(principal):
-            self._planner.left(principal)
-
-    def _n_requests(self, principal: Principal) -> int:
-        """Answers and requests for embeddings of ``principal``, waiting ones included."""
-        running = [*[each.principal for each in self.answers()], *[pending.principal for pending in self._embeddings]]
-        return sum([other.name == principal.name for other in running])
-
-    def _check_limit(self, principal: Principal, n: int) -> None:
-        most = principal.max_requests
-        if most is not None:
-            now = self._n_requests(principal)
-            if now + n > most:
-                raise TooManyRequests(f"{principal.name} has {now} answers in flight and may have {most}")
 
     def cancel(self, answer: Answer, reason: FinishReason | UmaError = "cancelled") -> None:
         """End ``answer`` now, if it has not ended.
@@ -424,6 +408,7 @@ class Scheduler:
             completed = []
         if self._steps.begun is None:
             await self._advance_copies()
+            self._admit(may_preempt=True)
             self._submit(self._planner.next_step())
         elif not any(new.is_urgent for each in completed for new in each.new_tokens):
             self._run_ahead()
@@ -451,8 +436,27 @@ class Scheduler:
     def _run_ahead(self) -> None:
         """Submit the step after the one that computes, unless one is there."""
         step = self._steps.begun
-        if step is not None and self._steps.ahead is None and self._rest is None:
-            self._submit(self._planner.step_ahead(step))
+        if step is None or self._steps.ahead is not None or self._rest is not None or self._planner.obstacle(step):
+            return
+        self._admit(may_preempt=False)
+        self._submit(self._planner.step_ahead(step))
+
+    def _admit(self, *, may_preempt: bool) -> None:
+        """Give places to answers that wait, as the queue decides.
+
+        Args:
+            may_preempt: no step is in flight, so others can lose their places.
+        """
+        for answer in self._waiting.admit(may_preempt=may_preempt):
+            if answer.control.exists:
+                self._controllers.preempted(answer)
+            self._speculator.preempted(answer)
+            self._bisection.discard(answer)
+
+    def _preempt(self) -> None:
+        """Let answers lose their places whose turn has ended, or whose copies have; no step is in flight."""
+        if self._running.is_copying or self._waiting.preempts_at <= trio.current_time():
+            self._admit(may_preempt=True)
 
     async def _advance_copies(self) -> None:
         """Wait a moment until the next step can have the copy that a request waits for, or until the copy has ended.
@@ -460,12 +464,12 @@ class Scheduler:
         Otherwise streams would be computed before and after each part of the copy, and the request would wait for them.
         """
         until = trio.current_time() + COPY_WAIT_S
-        self._planner.preempt()
+        self._preempt()
         while self._running.is_copying and not self.offloader.has_transfers and trio.current_time() < until:
             with trio.move_on_at(until):
                 await self._wake.wait()
             self._wake = trio.Event()
-            self._planner.preempt()
+            self._preempt()
 
     async def _pause(self, rest: Rest, completed: Sequence[CompletedStep]) -> None:
         """Let the device rest after the steps ``completed``, of which none is in flight."""
@@ -641,7 +645,7 @@ class Scheduler:
         now = answer.times.ended_at = trio.current_time()
         if answer.bounds.steering is not None:
             answer.bounds.steering.end(AnswerNotFound(f"{answer.request.id!r} ended before it was changed"))
-        self._leave(answer.principal)
+        self._principals.ended(answer.principal)
         if answer.control.exists:
             self._controllers.ended(answer)
         token_ms = self.timings.cost.prefill_token_ms
@@ -654,7 +658,8 @@ class Scheduler:
         self._explainer.ended(answer, token_ms)
         self._stats.record_end(answer, reason, now)
         self._forecaster.ended(answer, reason)
-        self._planner.ended(answer)
+        self._bisection.discard(answer)
+        self._speculator.ended(answer)
         answer.done.set()
 
     def _stop_computing(self, answer: Answer, reason: FinishReason | UmaError) -> None:
@@ -709,7 +714,7 @@ class Scheduler:
                 self._wake.set()
 
             nursery.start_soon(wake_when_engine_ends)
-            with trio.move_on_at(min(self._controllers.ask_at, self._planner.preempts_at)):
+            with trio.move_on_at(min(self._controllers.ask_at, self._waiting.preempts_at)):
                 await self._wake.wait()
             nursery.cancel_scope.cancel()
         self._wake = trio.Event()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from itertools import chain
 from operator import itemgetter
 from typing import Final
@@ -12,14 +12,12 @@ import trio
 
 from uma_trio.daemon.kv.cache import CacheStatistics
 from uma_trio.daemon.scheduling import fairness, places
-from uma_trio.daemon.scheduling.fairness import Service
 from uma_trio.daemon.scheduling.view import Priority
 from uma_trio.daemon.serving.answer import Answer, State
+from uma_trio.daemon.serving.principals import Principals
 from uma_trio.daemon.serving.running import RunningSet
 from uma_trio.errors import KvFull, QueueFull
 from uma_trio.protocol.answers import HealthCheck
-
-NO_SERVICE: Final = Service()
 
 PREEMPT_AFTER_S: Final = 0.5
 """An answer loses its place to a waiting one if its client has not read for this long."""
@@ -36,9 +34,10 @@ class WaitingQueue:
         max_length: more are refused, unless their principal has less than its share of the queue.
     """
 
-    def __init__(self, running: RunningSet, max_length: int) -> None:
+    def __init__(self, running: RunningSet, principals: Principals, max_length: int) -> None:
         self._cache = running.cache
         self._running = running
+        self._principals = principals
         self._max_length = max_length
         self._answers: list[Answer] = []
         self._preempts_for: Answer | None = None
@@ -122,7 +121,7 @@ class WaitingQueue:
 
     # -- who gets the next place ----------------------------------------------------------------
 
-    def _first(self, service: Service, *, background: bool = True) -> Answer | None:
+    def _first(self, *, background: bool = True) -> Answer | None:
         """The answer that gets the next place.
 
         Args:
@@ -131,28 +130,23 @@ class WaitingQueue:
         found = [each for each in self._candidates if background or each.priority is not Priority.BACKGROUND]
         if not found:  # in most steps
             return None
-        holders = {each.principal.name for each in self._running}
-        now = trio.current_time()
-        return min(found, key=lambda each: _rank(each, now, service, holds_place=each.principal.name in holders))
+        now, holders = trio.current_time(), {each.principal.name for each in self._running}
+        return min(found, key=lambda each: self._rank(each, now, holders))
 
-    def in_order(self, service: Service) -> list[Answer]:
+    def in_order(self) -> list[Answer]:
         """All that wait, in the order in which they get places if nothing changes; those whose clients do not read last."""
-        holders = {each.principal.name for each in self._running}
-        now = trio.current_time()
+        now, holders = trio.current_time(), {each.principal.name for each in self._running}
 
-        def rank(each: Answer, *, holds_place: bool) -> tuple[bool, bool, bool, float, int]:
-            return not each.sink.has_room, *_rank(each, now, service, holds_place=holds_place)
-
-        def first_rank(each: Answer) -> tuple[bool, bool, bool, float, int]:
-            return rank(each, holds_place=each.principal.name in holders)
+        def rank(each: Answer) -> tuple[bool, bool, bool, float, int]:
+            return not each.sink.has_room, *self._rank(each, now, holders)
 
         found = []
-        for each in sorted(self._answers, key=first_rank):
-            found.append((rank(each, holds_place=each.principal.name in holders), each))
+        for each in sorted(self._answers, key=rank):
+            found.append((rank(each), each))
             holders.add(each.principal.name)  # those behind it go after others that hold none
         return [each for _, each in sorted(found, key=itemgetter(0))]
 
-    def admit(self, service: Service, *, may_preempt: bool) -> list[Answer]:
+    def admit(self, *, may_preempt: bool) -> list[Answer]:
         """Admit waiting answers while there is room.
 
         Principals that hold no place go first, then the least served one; within a principal, class and arrival decide.
@@ -166,20 +160,20 @@ class WaitingQueue:
             The answers that lost their places.
         """
         preempted = self._return_to_queue(self._running.preempt_copied())
-        while (first := self._first(service)) is not None:
+        while (first := self._first()) is not None:
             if self._admit_one(first):
                 continue
             if first.priority is Priority.BACKGROUND and self._running.room().has_spare:
-                other = self._first(service, background=False)
+                other = self._first(background=False)
                 if other is not None and self._admit_one(other):
                     continue
-            claimant, victims, due_at = self._claim(first, service)
+            claimant, victims, due_at = self._claim(first)
             if not may_preempt or due_at > trio.current_time():
                 break
             self._preempts_for = claimant
             preempted += self._return_to_queue(self._running.preempt(victims))
         if may_preempt:
-            preempted += self._return_to_queue(self._running.preempt(self._spare_victims(service)))
+            preempted += self._return_to_queue(self._running.preempt(self._spare_victims()))
         return preempted
 
     def _admit_one(self, answer: Answer) -> bool:
@@ -212,41 +206,42 @@ class WaitingQueue:
         """Whether room that becomes free is for forks, and not for ``answer``."""
         parent = self._keeps_room_for
         return parent is not None and not places.goes_before(
-            _claimant(answer, NO_SERVICE), parent.principal.name, self._places(NO_SERVICE), self._running.room()
+            self._claimant(answer), parent.principal.name, self._places(), self._running.room()
         )
 
     def _is_left_to_others(self, answer: Answer) -> bool:
         """Whether the room that ``answer``, of class ``background``, would take is kept for requests of other classes."""
         if answer.priority is not Priority.BACKGROUND:
             return False
-        claimant = _claimant(answer, NO_SERVICE)
+        claimant = self._claimant(answer)
         room = self._running.room()
-        left = places.room_for(claimant, self._places(NO_SERVICE), room)
+        left = places.room_for(claimant, self._places(), room)
         return left != room and (left.free_sequences < 1 or left.free_cells < claimant.cells)
 
     # -- who loses its place to it --------------------------------------------------------------
 
-    def preempts_at(self, service: Service) -> float:
+    @property
+    def preempts_at(self) -> float:
         """When a running answer will lose its place, on trio's clock; infinite if none will."""
-        first = self._first(service)
-        if self._spare_victims(service):
+        first = self._first()
+        if self._spare_victims():
             return -math.inf
-        return math.inf if first is None else self._claim(first, service)[2]
+        return math.inf if first is None else self._claim(first)[2]
 
-    def _claim(self, first: Answer, service: Service) -> tuple[Answer, list[Answer], float]:
+    def _claim(self, first: Answer) -> tuple[Answer, list[Answer], float]:
         """The next answer that takes places, mostly ``first``, which is next in line; those that lose them, and when.
 
         A ``background`` request that has waited long goes first, and takes places from nobody.  Then those of other
         classes need not wait for it: places of ``background`` are theirs.
         """
-        victims, due_at = self._victims(first, service)
+        victims, due_at = self._victims(first)
         if not victims and first.priority is Priority.BACKGROUND:
-            other = self._first(service, background=False)
+            other = self._first(background=False)
             if other is not None:
-                return other, *self._victims(other, service)
+                return other, *self._victims(other)
         return first, victims, due_at
 
-    def _victims(self, answer: Answer, service: Service) -> tuple[list[Answer], float]:
+    def _victims(self, answer: Answer) -> tuple[list[Answer], float]:
         """Choose the answers that lose their places to ``answer``, which waits, and when they do.
 
         That is the answer whose client has not read for the longest time, or those of class ``background``, or those of
@@ -267,13 +262,13 @@ class WaitingQueue:
             for each in self._running
         ):
             return found
-        claim = places.claim(_claimant(answer, service), self._places(service), self._running.room())
+        claim = places.claim(self._claimant(answer), self._places(), self._running.room())
         if claim is None or claim.due_s >= found[1]:
             return found
         running = [*self._running]
         return [running[index] for index in claim.victims], claim.due_s
 
-    def _spare_victims(self, service: Service) -> list[Answer]:
+    def _spare_victims(self) -> list[Answer]:
         """The ``background`` answer that gives up its place for the next request, if that delays nobody's first token.
 
         None if other requests wait already: these choose for themselves.
@@ -283,13 +278,13 @@ class WaitingQueue:
         others = [each for each in self._running if each.priority is not Priority.BACKGROUND]
         if len(self._running) - len(others) < 2 or any(each.state is State.PREFILL for each in others):
             return []
-        claim = places.claim_spare(self._places(service), self._running.room())
+        claim = places.claim_spare(self._places(), self._running.room())
         running = [*self._running]
         return [] if claim is None else [running[index] for index in claim.victims]
 
-    def _places(self, service: Service) -> list[places.Place]:
+    def _places(self) -> list[places.Place]:
         """What the running answers hold, in their order."""
-        return [_held_by(each, service) for each in self._running]
+        return [self._held_by(each) for each in self._running]
 
     def _return_to_queue(self, preempted: list[Answer]) -> list[Answer]:
         """Let ``preempted`` wait before all that came after them, once the request that needs their places has these."""
@@ -300,41 +295,43 @@ class WaitingQueue:
         self._answers[:0] = preempted
         return preempted
 
+    def _claimant(self, answer: Answer) -> places.Claimant:
+        principal = answer.principal
+        return places.Claimant(
+            principal=principal.name,
+            weight=principal.weight,
+            priority=answer.priority,
+            cells=answer.max_cells,
+            service=self._principals.service.counter(principal.name),
+        )
 
-def _claimant(answer: Answer, service: Service) -> places.Claimant:
-    principal = answer.principal
-    return places.Claimant(
-        principal=principal.name,
-        weight=principal.weight,
-        priority=answer.priority,
-        cells=answer.max_cells,
-        service=service.counter(principal.name),
-    )
+    def _held_by(self, answer: Answer) -> places.Place:
+        allocation, principal = answer.allocation, answer.principal
+        assert allocation is not None
+        return places.Place(
+            principal=principal.name,
+            weight=principal.weight,
+            priority=answer.priority,
+            cells=allocation.own_cells,
+            n_tokens=allocation.n_tokens,
+            service=self._principals.service.counter(principal.name),
+            turn_ends_s=answer.place.turn_ends_at(is_suspended=answer.control.is_suspended),
+            can_yield=answer.can_yield,
+        )
 
+    def _rank(self, answer: Answer, now: float, holders: Set[str]) -> tuple[bool, bool, float, int]:
+        """Sort key: the first one gets the next place.
 
-def _held_by(answer: Answer, service: Service) -> places.Place:
-    allocation, principal = answer.allocation, answer.principal
-    assert allocation is not None
-    return places.Place(
-        principal=principal.name,
-        weight=principal.weight,
-        priority=answer.priority,
-        cells=allocation.own_cells,
-        n_tokens=allocation.n_tokens,
-        service=service.counter(principal.name),
-        turn_ends_s=answer.place.turn_ends_at(is_suspended=answer.control.is_suspended),
-        can_yield=answer.can_yield,
-    )
+        Args:
+            holders: principals that hold places.
+        """
+        waited_s, name = now - answer.place.queued_at, answer.principal.name
+        return fairness.rank(answer.priority, name, waited_s, self._principals.service, holds_place=name in holders)
 
 
 def _is_stalled(answer: Answer) -> bool:
     is_plain = answer.state is State.DECODE and not answer.control.exists
     return is_plain and answer.place.stalled_at < math.inf and not answer.sink.has_room
-
-
-def _rank(answer: Answer, now: float, service: Service, *, holds_place: bool) -> tuple[bool, bool, float, int]:
-    waited_s = now - answer.place.queued_at
-    return fairness.rank(answer.priority, answer.principal.name, waited_s, service, holds_place=holds_place)
 
 
 def _describe_cells(kv: CacheStatistics) -> str:
