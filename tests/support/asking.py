@@ -125,7 +125,9 @@ class Harness:
         client = Client(list(prompt))
         request = Generate(id=str(self.n), prompt="", max_tokens=n, **fields)
         tokens = Prompt(np.asarray(prompt, dtype=np.int32), "", limit=limit, media=tuple(media))
-        [client.answer] = self.scheduler.submit(PreparedRequest(request, tokens, client, Principal(principal), log=log))
+        [client.answer] = self.scheduler.submit(
+            PreparedRequest(request, tokens, client, Principal(principal), record=log)
+        )
         return client
 
     async def answer(self, prompt: Sequence[int], n: int = 8, **fields: Any) -> Client:

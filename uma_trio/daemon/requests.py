@@ -7,7 +7,7 @@ import secrets
 from collections import abc
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
-from typing import Final, Protocol
+from typing import Final
 
 import attrs
 import numpy as np
@@ -18,13 +18,14 @@ from uma_trio.aici_link.messages import Auth
 from uma_trio.daemon.prompts.prompt import Prompt
 from uma_trio.daemon.registry import ModelRegistry
 from uma_trio.daemon.service import ModelService
-from uma_trio.daemon.serving.answer import Answer, EventSink, State, TokenLog
+from uma_trio.daemon.serving.answer import Answer, EventSink, State
+from uma_trio.daemon.serving.answer_record import AnswerRecord
 from uma_trio.daemon.serving.controllers.state import ControlledRequest
 from uma_trio.daemon.serving.embedding import PendingEmbeddings, PendingRanking, cancelled
 from uma_trio.daemon.serving.request import PreparedRequest, check_embeds, check_generates, check_ranks
 from uma_trio.daemon.serving.scheduler import Scheduler
 from uma_trio.daemon.serving.stats import log_request
-from uma_trio.daemon.sessions import SessionTurn, TitleKeeper
+from uma_trio.daemon.sessions import SessionTurn
 from uma_trio.errors import (
     BadRequest,
     ControllerUnavailable,
@@ -133,31 +134,6 @@ class ModelRequest:
     async def _wait_for_ends(self, scheduler: Scheduler) -> None:
         for answer in self._answers:  # a controller may add some meanwhile
             await answer.done.wait()
-
-
-class AnswerRecord(TokenLog, TitleKeeper, Protocol):
-    """Keeps a detached answer, so that it goes on after the daemon was killed."""
-
-    def begin(self, prompt: Prompt, model: str, turns: int) -> Prompt:
-        """Keep the prompt; returns it, or the one that an earlier daemon has kept.
-
-        Args:
-            model: names the content of the model.
-            turns: that the answer's session has.
-
-        Raises:
-            UmaError: another model has begun the answer.
-        """
-
-    @property
-    def turns(self) -> int | None:
-        """What ``begin`` got first; ``None`` before it was called."""
-
-    async def begin_attempt(self) -> None:
-        """As ``attempt``; when it returns, the next daemon knows of it."""
-
-    def pause(self) -> None:
-        """The answer waits for its place: who ends the daemon now is somebody else."""
 
 
 class Generation(ModelRequest):
@@ -280,7 +256,7 @@ class Generation(ModelRequest):
                 principal=self._principal,
                 grammar=grammar,
                 controlled=controlled,
-                log=self.record,
+                record=self.record,
                 deadline_at=self._deadline_at,
             )
         )

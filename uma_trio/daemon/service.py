@@ -177,8 +177,8 @@ class ModelService:
         steering = Steering(query=query, tokens=tokens, opens_reasoning=opens_reasoning, limit=limit)
         self.scheduler.steer(answer, steering)
         steered = await steering.wait()
-        if answer.log is not None and steering.change is not None:
-            await answer.log.kept(steering.change)
+        if answer.record is not None and steering.change is not None:
+            await answer.record.kept(steering.change)
         return steered
 
     def description(self) -> ModelDescription:

@@ -11,7 +11,8 @@ import msgspec
 import trio
 
 from uma_trio.daemon.prompts.prompt import Prompt
-from uma_trio.daemon.requests import AnswerRecord, Generation
+from uma_trio.daemon.requests import Generation
+from uma_trio.daemon.serving.answer_record import AnswerRecord
 from uma_trio.daemon.store import answer_log as log
 from uma_trio.daemon.store.answer_log import AnswerLog, Change, EndState, Record
 from uma_trio.daemon.store.encoding import decode_tokens, encode_tokens

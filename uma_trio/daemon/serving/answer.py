@@ -27,8 +27,8 @@ from uma_trio.daemon.serving.answer_parts import (
     Speculation,
     TokenTimes,
 )
+from uma_trio.daemon.serving.answer_record import AnswerRecord
 from uma_trio.daemon.serving.controllers.state import NO_CONTROL, Control, NoControl
-from uma_trio.daemon.store.answer_log import Change
 from uma_trio.engine_link.adapters import NO_ADAPTERS, AdapterSet
 from uma_trio.engine_link.grammar_state import GrammarState
 from uma_trio.engine_link.messages import SampleRequest, StepInput
@@ -59,36 +59,6 @@ class EventSink(Protocol):
     @property
     def has_room(self) -> bool:
         """Whether the answer may go on.  The sink wakes the scheduler when this turns true again."""
-
-
-class TokenLog(Protocol):
-    """Keeps the tokens of an answer, so that it can go on after the daemon was killed."""
-
-    @property
-    def known(self) -> Sequence[int]:
-        """The tokens that the answer has at its beginning: those of an earlier daemon."""
-
-    @property
-    def mu(self) -> float | None:
-        """The state of mirostat after them."""
-
-    @property
-    def changes(self) -> Sequence[Change]:
-        """How a client has changed the answer meanwhile.  What it inserted is among these tokens."""
-
-    def attempt(self) -> None:
-        """The answer is worked on from now on: a daemon that ends before the next token perhaps dies of it."""
-
-    def add(self, tokens: Sequence[int], mu: float | None, changes: Sequence[Change]) -> None:
-        """Note new tokens, whose events have gone to the sink, and changes between them.  Never blocks."""
-
-    async def kept(self, change: Change) -> None:
-        """Wait until ``change`` is on disk, or in memory if nothing of the answer is on disk.
-
-        Raises:
-            AnswerNotFound: the answer has ended without it.
-            ShuttingDown: the daemon ends, and the next one perhaps goes on without it.
-        """
 
 
 class State(enum.Enum):
@@ -135,8 +105,8 @@ class Answer:
     """Which of the request's answers it is; ``None`` if there is only one, and no controller that could fork it."""
     control: Control | NoControl = NO_CONTROL
     """Where its controller stands, if it has one."""
-    log: TokenLog | None = None
-    """Keeps its tokens, if it is detached."""
+    record: AnswerRecord | None = None
+    """Keeps it, if it is detached."""
     exact_rows: int = 0
     """Most lost tokens of the answer in a chunk: ``ModelInfo.exact_rows``, if the answer promises an undisturbed text; 0: any
     number."""

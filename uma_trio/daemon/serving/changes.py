@@ -10,7 +10,8 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from uma_trio.daemon.serving.answer import Answer, TokenLog
+from uma_trio.daemon.serving.answer import Answer
+from uma_trio.daemon.serving.answer_record import AnswerRecord
 from uma_trio.daemon.serving.new_tokens import NewTokens, TokenToBytes, append_forced, append_tokens, no_tokens
 from uma_trio.daemon.serving.steering import TAIL_TOKENS, Steering, called_already, ends_sentence
 from uma_trio.daemon.store.answer_log import Change
@@ -112,14 +113,14 @@ def apply_steering(new: NewTokens, steering: Steering, token_to_bytes: TokenToBy
     )
 
 
-def append_known(answer: Answer, log: TokenLog, token_to_bytes: TokenToBytes) -> NewTokens:
+def append_known(answer: Answer, record: AnswerRecord, token_to_bytes: TokenToBytes) -> NewTokens:
     """Add the tokens of an earlier daemon to an answer that has none, and make the changes between them again."""
-    if log.mu is not None:
-        answer.adapt(log.mu)
+    if record.mu is not None:
+        answer.adapt(record.mu)
     new = no_tokens(answer)
-    known, at = log.known, 0
-    answer.bounds.was_steered = bool(log.changes)
-    for change in log.changes:
+    known, at = record.known, 0
+    answer.bounds.was_steered = bool(record.changes)
+    for change in record.changes:
         _replay(new, known[at : change.after_tokens], token_to_bytes)
         new.changes.append(change)
         _set_bounds(answer, change)

@@ -16,8 +16,9 @@ import trio
 from uma_trio.config import Config
 from uma_trio.daemon.prompts.prompt import Prompt, fit_prompt, tokens_to_generate
 from uma_trio.daemon.scheduling.view import Priority
-from uma_trio.daemon.serving.answer import Answer, EventSink, TokenLog
+from uma_trio.daemon.serving.answer import Answer, EventSink
 from uma_trio.daemon.serving.answer_parts import AnswerSampling, TokenTimes
+from uma_trio.daemon.serving.answer_record import AnswerRecord
 from uma_trio.daemon.serving.controllers.state import ControlledRequest
 from uma_trio.daemon.serving.token_history import TokenHistory
 from uma_trio.engine_link.adapters import NO_ADAPTERS, AdapterSet, adapter_set
@@ -44,7 +45,7 @@ class PreparedRequest:
     """Allows what its constraint allows."""
     controlled: ControlledRequest | None = None
     """Under which the runtime has its controller."""
-    log: TokenLog | None = None
+    record: AnswerRecord | None = None
     """Keeps the tokens of the only answer, which begins with those that it has.  Their events are sent again."""
     deadline_at: float = math.inf
     """When it is to be complete, on trio's clock."""
@@ -91,8 +92,8 @@ def admit(prepared: PreparedRequest, info: ModelInfo, config: Config, *, saves_s
             target_itl_ms=_target_itl_ms(request, config),
             max_rows=info.max_rows,
             durable=saves_states and request.session_id is not None,
-            log=prepared.log,
-            exact_rows=0 if prepared.log is None else info.exact_rows,
+            record=prepared.record,
+            exact_rows=0 if prepared.record is None else info.exact_rows,
         )
         for index in range(request.n)
     ]

@@ -92,8 +92,8 @@ class RunningSet:
             times.admitted_at = place.placed_at
             self._telemetry.record_admission(1e3 * (times.admitted_at - times.arrived_at))
         self._answers[allocation] = answer
-        if answer.log is not None:
-            answer.log.attempt()
+        if answer.record is not None:
+            answer.record.attempt()
         if not place.was_preempted:
             answer.comparison = new.comparison
         if not new.waits:

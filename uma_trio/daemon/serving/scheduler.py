@@ -213,12 +213,12 @@ class Scheduler:
         """Accept a request.  Returns its answers, and what its log knows of the first one, if it knows something."""
         if self._refusal is not None:
             raise self._refusal
-        principal, log = prepared.principal, prepared.log
+        principal, record = prepared.principal, prepared.record
         self._principals.check_limit(principal, prepared.request.n)
         if prepared.controlled is not None:
             self._controllers.check(prepared.controlled)
         answers = admit(prepared, self.info, self._config, saves_states=self.offloader.saves)
-        known = append_known(answers[0], log, self._token_to_bytes) if log is not None and log.known else None
+        known = append_known(answers[0], record, self._token_to_bytes) if record is not None and record.known else None
         self._principals.arrived(principal)
         try:
             self._waiting.enter(answers)
@@ -627,8 +627,8 @@ class Scheduler:
             if not new.n_before:
                 self._speculator.began(new.answer)
         reason = send_tokens(new, self._token_to_bytes)
-        if new.answer.log is not None:
-            new.answer.log.add(new.tokens, new.answer.sampling.params.mu, new.changes)
+        if new.answer.record is not None:
+            new.answer.record.add(new.tokens, new.answer.sampling.params.mu, new.changes)
         if reason is not None:
             self.finish(new.answer, reason)
 

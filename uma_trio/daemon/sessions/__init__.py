@@ -5,6 +5,6 @@ rooms know nothing else of each other.
 """
 
 from uma_trio.daemon.sessions.sessions import Sessions, SessionTurn
-from uma_trio.daemon.sessions.table import Session, SessionTable, TitleKeeper
+from uma_trio.daemon.sessions.table import Session, SessionTable
 
-__all__ = ["Session", "SessionTable", "SessionTurn", "Sessions", "TitleKeeper"]
+__all__ = ["Session", "SessionTable", "SessionTurn", "Sessions"]

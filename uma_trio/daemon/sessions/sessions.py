@@ -15,9 +15,10 @@ import trio
 from uma_trio.config import Config
 from uma_trio.daemon.prompts.prompt import History, Prompt, PromptMaker, prompt_room, surplus_tokens
 from uma_trio.daemon.serving.answer import Answer, EventSink
+from uma_trio.daemon.serving.answer_record import AnswerRecord
 from uma_trio.daemon.serving.scheduler import Scheduler
 from uma_trio.daemon.sessions.hand_over import HandOver
-from uma_trio.daemon.sessions.table import Session, SessionTable, TitleKeeper, containing, session_list, transcript
+from uma_trio.daemon.sessions.table import Session, SessionTable, containing, session_list, transcript
 from uma_trio.daemon.sessions.trimming import drop_oldest
 from uma_trio.daemon.store.journal import Journal, JournalError
 from uma_trio.daemon.store.journal_format import SessionKey
@@ -233,12 +234,12 @@ class Sessions:
         return session is not None and session.record.n_turns > turns
 
     async def begin(
-        self, request: Generate, principal: str, sink: EventSink, title_keeper: TitleKeeper | None = None
+        self, request: Generate, principal: str, sink: EventSink, answer_record: AnswerRecord | None = None
     ) -> SessionTurn:
         """Begin a request with a ``session_id``.  ``end`` must follow.
 
         Args:
-            title_keeper: of an answer that may outlive the daemon.
+            answer_record: of an answer that may outlive the daemon.
 
         Raises:
             SessionBusy: another request of the session is running.
@@ -252,9 +253,9 @@ class Sessions:
         session = self._table.begin(key, time.time(), lease)
         try:
             _check(session, request)
-            session.asked, session.title_keeper = request.messages or (), title_keeper
-            if title_keeper is not None and not session.record.n_turns:
-                session.change(title=title_keeper.title)
+            session.asked, session.answer_record = request.messages or (), answer_record
+            if answer_record is not None and not session.record.n_turns:
+                session.change(title=answer_record.title)
             prompt, history = await self._make_prompt(session, request)
         except BaseException:
             self._table.end(session)
@@ -405,8 +406,8 @@ class Sessions:
         session.change(title=title)
         if session.record.n_turns:
             await self._write(session)
-        elif session.title_keeper is not None:
-            await session.title_keeper.rename(title)
+        elif session.answer_record is not None:
+            await session.answer_record.rename(title)
 
     async def _fork(self, source: Session, key: SessionKey) -> Session:
         lease = self._lease_of(key, "new_id")

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import attrs
 import numpy as np
 import trio
 
+from uma_trio.daemon.serving.answer_record import AnswerRecord
 from uma_trio.daemon.sessions.titles import own_title
 from uma_trio.daemon.store.journal_format import SessionKey, SessionRecord
 from uma_trio.engine_link.tokens import TokenIds, common_prefix
@@ -33,15 +34,6 @@ def no_tokens() -> TokenIds:
     return np.empty(0, dtype=np.int32)
 
 
-class TitleKeeper(Protocol):
-    """Keeps the title of a session whose first answer is made: the session is not on disk yet."""
-
-    title: str
-
-    async def rename(self, title: str) -> None:
-        """Keep another title.  When this returns, it survives the end of the daemon."""
-
-
 @attrs.define(eq=False)
 class Session:
     """One conversation, and what this daemon does with it."""
@@ -55,8 +47,8 @@ class Session:
     """Whether a request is running."""
     asked: Sequence[ChatMessage] = attrs.field(default=(), init=False)
     """Messages of the request that is running."""
-    title_keeper: TitleKeeper | None = attrs.field(default=None, init=False)
-    """Keeps its title until it has a turn."""
+    answer_record: AnswerRecord | None = attrs.field(default=None, init=False)
+    """What keeps the detached answer that is made; the title as well, if it is the first one."""
     writing: trio.Lock = attrs.field(factory=trio.Lock, init=False)
     """Held while its file is changed, so that the newest state is written last."""
 
@@ -210,7 +202,7 @@ class SessionTable:
 
     def end(self, session: Session) -> None:
         """Mark ``session`` as idle.  A session without turns is removed."""
-        session.busy, session.asked, session.title_keeper = False, (), None
+        session.busy, session.asked, session.answer_record = False, (), None
         if not session.record.n_turns:
             self._sessions.pop(session.record.key, None)
 
