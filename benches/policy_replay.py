@@ -22,7 +22,7 @@ from policy_sim import Device, Outcome, Request, UmaTrio, simulate
 from report import cell, table
 
 from uma_trio.config import Scheduling
-from uma_trio.daemon.scheduling.view import Priority
+from uma_trio.daemon.policy.view import Priority
 from uma_trio.telemetry.perf_records import NotAPerfLog, RequestRecord, Run, TickRecord, decode
 
 MIN_TICKS: Final = 50

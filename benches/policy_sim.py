@@ -53,12 +53,12 @@ from uma_trio.daemon.kv.allocation import Allocation
 from uma_trio.daemon.kv.cache import KvCache
 from uma_trio.daemon.kv.idle_limit import IdleLimit
 from uma_trio.daemon.kv.pool import KvMemory
-from uma_trio.daemon.scheduling.cost import CostModel, Work
-from uma_trio.daemon.scheduling.fairness import MAX_SKIPPED_TICKS, ROTATION_PERIOD
-from uma_trio.daemon.scheduling.policy import MAX_BACKGROUND_STRETCH, Plan, PrefillChunk, plan
-from uma_trio.daemon.scheduling.row_curve import PrefillCurves, RowCurve
-from uma_trio.daemon.scheduling.tick import PolicyState, Tick
-from uma_trio.daemon.scheduling.view import Priority, SequenceView
+from uma_trio.daemon.policy.cost import CostModel, Work
+from uma_trio.daemon.policy.fairness import MAX_SKIPPED_TICKS, ROTATION_PERIOD
+from uma_trio.daemon.policy.plan import MAX_BACKGROUND_STRETCH, Plan, PrefillChunk, plan
+from uma_trio.daemon.policy.row_curve import PrefillCurves, RowCurve
+from uma_trio.daemon.policy.tick import PolicyState, Tick
+from uma_trio.daemon.policy.view import Priority, SequenceView
 from uma_trio.demo.recording import percentile
 from uma_trio.engine_link.attention import Attention, AttentionScan
 from uma_trio.engine_link.tokens import TokenIds

@@ -38,8 +38,8 @@ from policy_sim import DEVICES, HOST_MS, Device, Request, UmaTrio
 from report import cell, table
 
 from uma_trio.config import Scheduling
-from uma_trio.daemon.scheduling.policy import Plan
-from uma_trio.daemon.scheduling.view import Priority
+from uma_trio.daemon.policy.plan import Plan
+from uma_trio.daemon.policy.view import Priority
 from uma_trio.demo.recording import percentile
 from uma_trio.engine_link.attention import Attention, AttentionScan
 

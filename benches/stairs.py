@@ -26,8 +26,8 @@ from uma_trio import config
 from uma_trio.daemon.engines.calibrate import MAX_CURVE_DECODES, Trial, measured_curves
 from uma_trio.daemon.engines.link import ProcessLauncher
 from uma_trio.daemon.engines.loaded import open_model
-from uma_trio.daemon.scheduling.cost import CostModel, LinearModel, Work
-from uma_trio.daemon.scheduling.row_curve import RowCurve
+from uma_trio.daemon.policy.cost import CostModel, LinearModel, Work
+from uma_trio.daemon.policy.row_curve import RowCurve
 from uma_trio.demo.recording import percentile
 from uma_trio.models.packaged import EMBEDDED
 from uma_trio.processes.machine import default_threads

@@ -26,7 +26,7 @@ from uma_trio.tokenizer.tokenizer import Tokenizer
 
 FIRST_UID = 60_001
 PER_GENERATED = 2
-"""Weight of a generated token relative to a prompt token, as in ``uma_trio.daemon.scheduling.fairness``."""
+"""Weight of a generated token relative to a prompt token, as in ``uma_trio.daemon.policy.fairness``."""
 WARM_UP_S = 3.0
 """Time at the beginning that does not count, because all clients start together."""
 FAIR = 0.1

@@ -38,7 +38,7 @@ from typing import Final
 import attrs
 
 ROOT: Final = Path(__file__).parents[2]
-PLACES: Final = ("uma_trio/daemon/scheduling", "uma_trio/daemon/kv", "uma_trio/daemon/serving")
+PLACES: Final = ("uma_trio/daemon/policy", "uma_trio/daemon/kv", "uma_trio/daemon/serving")
 MAX_TESTS: Final = 120
 TEST_LIMIT_S: Final = 40
 LIMIT_S: Final = 120.0

@@ -21,11 +21,11 @@ ROOMS = (
     *("files", "errors", "principal", "protocol", "config", "telemetry"),
     *("processes", "models", "engine_link", "grammar", "tokenizer", "encoder", "hub", "aici_link", "engine", "aici"),
     *(
-        "daemon.scheduling",
+        "daemon.policy",
         "daemon.kv",
         "daemon.kv_events",
         "daemon.store",
-        "daemon.answer",
+        "daemon.text",
         "daemon.prompts",
         "daemon.engines",
     ),
@@ -37,7 +37,7 @@ ROOMS = (
 
 PURE = (
     *("errors", "principal", "protocol", "config", "telemetry", "engine.sampling"),
-    *("daemon.scheduling", "daemon.kv", "daemon.answer"),
+    *("daemon.policy", "daemon.kv", "daemon.text"),
 )
 
 STANDARD_AND_PURE = frozenset(
@@ -60,7 +60,7 @@ EXCEPTIONS = {
     "telemetry/perf_records.py": {"gzip", "zlib"},  # used on bytes in memory
 }
 
-NO_NUMPY = ("errors", "principal", "protocol", "config", "daemon.scheduling")
+NO_NUMPY = ("errors", "principal", "protocol", "config", "daemon.policy")
 """Imported by clients and by the command line, which must not wait a tenth of a second for numpy."""
 
 DOORS_MAY_IMPORT = (

@@ -11,9 +11,9 @@ import pytest
 
 from tests.support.fake_engine import FakeEngine, VirtualLink
 from uma_trio.daemon.engines.calibrate import CHECKED, CURVE_ROUNDS, N_MEASURED, calibrate
-from uma_trio.daemon.scheduling.cost import CostModel, Work
-from uma_trio.daemon.scheduling.decode_split import DecodeCallTimes
-from uma_trio.daemon.scheduling.row_curve import MIN_POINTS
+from uma_trio.daemon.policy.cost import CostModel, Work
+from uma_trio.daemon.policy.decode_split import DecodeCallTimes
+from uma_trio.daemon.policy.row_curve import MIN_POINTS
 
 
 def stairs_ms(prompt: int, decodes: int) -> float:

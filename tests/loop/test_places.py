@@ -13,7 +13,7 @@ from tests.support.fake_runtime import FakeRuntime
 from tests.support.profile import amount, sampled, thorough
 from tests.support.programs import Back, Fork, Gen, Insert, Program, Set, Wait
 from uma_trio import errors
-from uma_trio.daemon.scheduling import fairness
+from uma_trio.daemon.policy import fairness
 from uma_trio.engine_link.sampling import SamplingParams
 from uma_trio.principal import Principal
 from uma_trio.protocol.requests import Slo

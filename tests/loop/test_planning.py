@@ -14,10 +14,10 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.serving import token_to_bytes
 from uma_trio.config import Config
 from uma_trio.daemon.kv.cache import KvCache
+from uma_trio.daemon.policy.bisection import CrashBisection
+from uma_trio.daemon.policy.cost import CostModel, LinearModel
+from uma_trio.daemon.policy.timings import StepTimings
 from uma_trio.daemon.prompts.prompt import Prompt
-from uma_trio.daemon.scheduling.bisection import CrashBisection
-from uma_trio.daemon.scheduling.cost import CostModel, LinearModel
-from uma_trio.daemon.scheduling.timings import StepTimings
 from uma_trio.daemon.serving.answer import Answer, State
 from uma_trio.daemon.serving.controllers.driver import ControllerDriver
 from uma_trio.daemon.serving.embedding import EmbeddingQueue, PendingEmbeddings

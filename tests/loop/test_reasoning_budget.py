@@ -15,7 +15,7 @@ from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.profile import amount, sampled
 from tests.support.serving import serving
 from uma_trio.client import Eos, Reasoning, Token
-from uma_trio.daemon.answer.budget import ReasoningLimit
+from uma_trio.daemon.text.budget import ReasoningLimit
 from uma_trio.engine_link.messages import EngineDied, EngineError
 from uma_trio.models.markers import ReasoningMarkers
 

@@ -17,8 +17,8 @@ from tests.support.fake_engine import FakeEngine, VirtualEngine, expected_contin
 from tests.support.profile import amount
 from tests.support.serving import settings, token_to_bytes
 from uma_trio import errors
+from uma_trio.daemon.policy.prefill import LATE_PREFILL_SHARE
 from uma_trio.daemon.prompts.prompt import Prompt
-from uma_trio.daemon.scheduling.prefill import LATE_PREFILL_SHARE
 from uma_trio.daemon.serving.answer import Answer
 from uma_trio.daemon.serving.request import PreparedRequest
 from uma_trio.daemon.serving.scheduler import Scheduler

@@ -13,10 +13,10 @@ from tests.support.asking import Client, Harness, Log, asking
 from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.serving import FakeChat, serving
 from uma_trio.client import Eos, Failure, Inserted, ServerError, Token, ToolCallDelta
-from uma_trio.daemon.answer.budget import ReasoningLimit
 from uma_trio.daemon.prompts.tool_prompts import PLAIN_TOOLS, template_chat
 from uma_trio.daemon.serving.replaying import replay_of
 from uma_trio.daemon.serving.steering import Steering, ends_sentence
+from uma_trio.daemon.text.budget import ReasoningLimit
 from uma_trio.errors import AnswerNotFound, BadRequest
 from uma_trio.models.markers import ReasoningMarkers
 from uma_trio.protocol.answers import Steered

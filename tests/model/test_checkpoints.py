@@ -27,8 +27,8 @@ from uma_trio import config
 from uma_trio.daemon.engines.link import ThreadLauncher
 from uma_trio.daemon.engines.supervisor import SupervisedEngine
 from uma_trio.daemon.kv.checkpoints import TOKENS_AFTER_LAST
+from uma_trio.daemon.policy.timings import StepTimings
 from uma_trio.daemon.prompts.prompt import Prompt
-from uma_trio.daemon.scheduling.timings import StepTimings
 from uma_trio.daemon.serving.request import PreparedRequest
 from uma_trio.daemon.serving.scheduler import Scheduler
 from uma_trio.daemon.store.state_folder import StateFolder

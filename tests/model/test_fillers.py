@@ -27,8 +27,8 @@ from tests.support.state_files import memory_file
 from uma_trio import config
 from uma_trio.daemon.engines.link import ThreadLauncher
 from uma_trio.daemon.engines.supervisor import SupervisedEngine
+from uma_trio.daemon.policy.cost import CostModel, LinearModel
 from uma_trio.daemon.prompts.prompt import Prompt
-from uma_trio.daemon.scheduling.cost import CostModel, LinearModel
 from uma_trio.daemon.serving.request import PreparedRequest
 from uma_trio.daemon.serving.scheduler import Scheduler
 from uma_trio.engine_link.interrupts import Interrupts, new_file

@@ -9,10 +9,10 @@ import pytest
 
 from tests.support.profile import sampled
 from tests.support.real_daemon import ROOT
-from uma_trio.daemon.answer.budget import ReasoningLimit
 from uma_trio.daemon.prompts.chat import ChatTemplate
 from uma_trio.daemon.prompts.marker_text import MarkerText
 from uma_trio.daemon.prompts.reasoning import find_format, make_markers
+from uma_trio.daemon.text.budget import ReasoningLimit
 
 FOLDER = ROOT / "build" / "llama.cpp" / "models" / "templates"
 

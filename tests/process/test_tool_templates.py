@@ -9,14 +9,14 @@ import pytest
 
 from tests.support.profile import sampled, thorough
 from tests.support.real_daemon import ROOT
-from uma_trio.daemon.answer.regions import RegionAssembler
-from uma_trio.daemon.answer.tool_calls import ToolCalling
 from uma_trio.daemon.prompts.chat import ChatTemplate
 from uma_trio.daemon.prompts.chosen_template import FOLDER as BUILT_IN
 from uma_trio.daemon.prompts.control_tokens import ControlTokens
 from uma_trio.daemon.prompts.marker_text import MarkerText
 from uma_trio.daemon.prompts.tool_formats import HERMES, find_tool_format, make_call_markers
 from uma_trio.daemon.prompts.tool_prompts import ToolStyle, ToolSupport, find_style, template_chat
+from uma_trio.daemon.text.regions import RegionAssembler
+from uma_trio.daemon.text.tool_calls import ToolCalling
 from uma_trio.protocol.chat import ChatMessage, Tool, ToolCall
 
 FOLDER = ROOT / "build" / "llama.cpp" / "models" / "templates"

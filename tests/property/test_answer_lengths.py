@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from uma_trio.daemon.scheduling.answer_lengths import MAX_ANSWERS, AnswerLengths
+from uma_trio.daemon.policy.answer_lengths import MAX_ANSWERS, AnswerLengths
 
 
 def learned(*answers: tuple[int, bool]) -> AnswerLengths:

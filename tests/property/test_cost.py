@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.support.device import CPU, FLAT, GPU, QUICK, SLOW, Device, SimulatedServer, calibrated
 from tests.support.profile import sampled
-from uma_trio.daemon.scheduling.cost import (
+from uma_trio.daemon.policy.cost import (
     CONTEXT_ALIGNMENT,
     FEATURE_SCALES,
     MAX_MARGIN,
@@ -25,7 +25,7 @@ from uma_trio.daemon.scheduling.cost import (
     LinearModel,
     Work,
 )
-from uma_trio.daemon.scheduling.decode_split import FIRST_TRIAL, SPLIT_THRESHOLD, DecodeCallTimes
+from uma_trio.daemon.policy.decode_split import FIRST_TRIAL, SPLIT_THRESHOLD, DecodeCallTimes
 
 DEVICES = [CPU, GPU, QUICK, FLAT, SLOW]
 

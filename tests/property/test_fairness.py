@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.device import CPU, SimulatedServer
-from uma_trio.daemon.scheduling.fairness import (
+from uma_trio.daemon.policy.fairness import (
     AGING_INTERVAL_S,
     MAX_LEAD,
     MAX_SKIPPED_TICKS,
@@ -25,7 +25,7 @@ from uma_trio.daemon.scheduling.fairness import (
     divide,
     rank,
 )
-from uma_trio.daemon.scheduling.view import Priority, SequenceView
+from uma_trio.daemon.policy.view import Priority, SequenceView
 
 ENDLESS = 1 << 60
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from uma_trio.config import Scheduling
-from uma_trio.daemon.scheduling import forecast as module
-from uma_trio.daemon.scheduling.cost import CostModel, LinearModel
-from uma_trio.daemon.scheduling.forecast import Arrivals, Load, Prediction, Speed, forecast
+from uma_trio.daemon.policy import forecast as module
+from uma_trio.daemon.policy.cost import CostModel, LinearModel
+from uma_trio.daemon.policy.forecast import Arrivals, Load, Prediction, Speed, forecast
 
 LINE = LinearModel((2.0, 10.0, 10.0, 0.1, 0.1))
 """2 ms a tick, 0.1 ms a prompt token, 1 ms a decode row, and a little for the context."""

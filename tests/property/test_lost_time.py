@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from uma_trio.daemon.scheduling.lost_time import MAX_LOST_SHARE, MAX_SAVED_MS, LostTime
+from uma_trio.daemon.policy.lost_time import MAX_LOST_SHARE, MAX_SAVED_MS, LostTime
 
 STEPS = st.lists(st.tuples(st.floats(0.1, 400), st.floats(0, 1) | st.none()), max_size=200)
 """How long each step takes, and the share of it after which a request comes, if one does."""

@@ -7,9 +7,9 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from uma_trio.daemon.scheduling.fairness import MAX_LEAD
-from uma_trio.daemon.scheduling.places import Claimant, Place, Room, claim, claim_spare, goes_before, room_for
-from uma_trio.daemon.scheduling.view import Priority
+from uma_trio.daemon.policy.fairness import MAX_LEAD
+from uma_trio.daemon.policy.places import Claimant, Place, Room, claim, claim_spare, goes_before, room_for
+from uma_trio.daemon.policy.view import Priority
 
 WEIGHTS = {"a": 1.0, "b": 1.0, "c": 3.0}
 ROOM = Room(sequences=8, cells=800, free_sequences=0, free_cells=0)

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from tests.support.device import CPU, FLAT, GPU, QUICK, SLOW, STAIRS, TOO_SLOW, Device, SimulatedServer, measured_curves
 from tests.support.profile import sampled, thorough
 from uma_trio.config import Scheduling
-from uma_trio.daemon.scheduling import cost as cost_module
-from uma_trio.daemon.scheduling import policy
-from uma_trio.daemon.scheduling.cost import FEATURE_SCALES, PREFILL_SPEED, STAIR_TOLERANCE, CostModel, LinearModel, Work
-from uma_trio.daemon.scheduling.decode_split import DecodeCallTimes
-from uma_trio.daemon.scheduling.fairness import MAX_SKIPPED_TICKS, ROTATION_PERIOD, Service
-from uma_trio.daemon.scheduling.policy import (
+from uma_trio.daemon.policy import cost as cost_module
+from uma_trio.daemon.policy import plan as plan_module
+from uma_trio.daemon.policy.cost import FEATURE_SCALES, PREFILL_SPEED, STAIR_TOLERANCE, CostModel, LinearModel, Work
+from uma_trio.daemon.policy.decode_split import DecodeCallTimes
+from uma_trio.daemon.policy.fairness import MAX_SKIPPED_TICKS, ROTATION_PERIOD, Service
+from uma_trio.daemon.policy.plan import (
     BACKGROUND_TICK,
     DRAFT_LENGTHS,
     MAX_BACKGROUND_STRETCH,
@@ -33,15 +33,15 @@ from uma_trio.daemon.scheduling.policy import (
     PrefillChunk,
     plan,
 )
-from uma_trio.daemon.scheduling.prefill import (
+from uma_trio.daemon.policy.prefill import (
     LATE_PREFILL_SHARE,
     MAX_OVERDUE_SHARE,
     MIN_ALIGNED_TOKENS,
     ROW_ALIGNMENT,
     SMOOTH_ROWS,
 )
-from uma_trio.daemon.scheduling.tick import OWN_CONTEXTS, PolicyState, Tick, estimated_work
-from uma_trio.daemon.scheduling.view import Priority, SequenceView
+from uma_trio.daemon.policy.tick import OWN_CONTEXTS, PolicyState, Tick, estimated_work
+from uma_trio.daemon.policy.view import Priority, SequenceView
 from uma_trio.engine_link.attention import Attention, AttentionScan
 
 LIMITS = Scheduling()
@@ -498,7 +498,7 @@ def test_no_chunk_makes_a_call_like_the_one_before_on_a_device_that_records_them
 
 
 def test_the_example_in_the_docstring() -> None:
-    assert doctest.testmod(policy).failed == 0
+    assert doctest.testmod(plan_module).failed == 0
 
 
 # -- many ticks: nobody starves ---------------------------------------------------------------------
@@ -1096,7 +1096,7 @@ def test_the_draft_length_gives_most_tokens_a_millisecond(case: tuple[list[Seque
 )
 def test_expected_tokens(acceptance_rate: float, n: int, tokens: float) -> None:
     """One token, and each draft token if it and all before it are accepted."""
-    assert policy._expected_tokens(acceptance_rate, n) == pytest.approx(tokens)
+    assert plan_module._expected_tokens(acceptance_rate, n) == pytest.approx(tokens)
 
 
 def test_when_drafts_pay() -> None:

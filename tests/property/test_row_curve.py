@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from tests.support.device import CPU, FLAT, STAIRS, Device, SimulatedServer, calibrated, measured_curves
 from uma_trio.config import Scheduling
-from uma_trio.daemon.scheduling import cost as cost_module
-from uma_trio.daemon.scheduling.cost import PREFILL_SPEED, STAIR_RATE, STAIR_TOLERANCE, CostModel, Work
-from uma_trio.daemon.scheduling.policy import plan
-from uma_trio.daemon.scheduling.row_curve import MAX_NOISE, MIN_POINTS, PrefillCurves, RowCurve
-from uma_trio.daemon.scheduling.tick import PolicyState, Tick
-from uma_trio.daemon.scheduling.view import SequenceView
+from uma_trio.daemon.policy import cost as cost_module
+from uma_trio.daemon.policy.cost import PREFILL_SPEED, STAIR_RATE, STAIR_TOLERANCE, CostModel, Work
+from uma_trio.daemon.policy.plan import plan
+from uma_trio.daemon.policy.row_curve import MAX_NOISE, MIN_POINTS, PrefillCurves, RowCurve
+from uma_trio.daemon.policy.tick import PolicyState, Tick
+from uma_trio.daemon.policy.view import SequenceView
 
 H200_CURVES = PrefillCurves(
     RowCurve((16, 64, 128, 256, 512), (9.84, 13.43, 18.61, 28.84, 46.91)),

@@ -9,12 +9,12 @@ import pytest
 
 from tests.pure.test_tool_calls import CONTROL
 from tests.support.profile import sampled
-from uma_trio.daemon.answer.regions import RegionAssembler
-from uma_trio.daemon.answer.tool_calls import ToolCalling
 from uma_trio.daemon.prompts.marker_text import MarkerText
 from uma_trio.daemon.prompts.reasoning import FORMATS as REASONING
 from uma_trio.daemon.prompts.reasoning import make_markers
 from uma_trio.daemon.prompts.tool_formats import FORMATS, by_name, make_call_markers, write_calls
+from uma_trio.daemon.text.regions import RegionAssembler
+from uma_trio.daemon.text.tool_calls import ToolCalling
 from uma_trio.errors import InvalidConstraint
 from uma_trio.grammar.calls import AnswerShape
 from uma_trio.grammar.checker import LocalChecker

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.cases import all_cases
-from uma_trio.daemon.answer.regions import RegionAssembler
-from uma_trio.daemon.answer.tool_calls import ToolCalling
 from uma_trio.daemon.prompts.marker_text import MarkerText
 from uma_trio.daemon.prompts.tool_formats import FORMATS, by_name, make_call_markers, write_calls
+from uma_trio.daemon.text.regions import RegionAssembler
+from uma_trio.daemon.text.tool_calls import ToolCalling
 from uma_trio.grammar.argument_types import ANY_TYPE, MAX_SCHEMAS, SchemaTypes, property_schema, read_value
 from uma_trio.protocol.chat import MAX_TOOL_DEPTH
 

@@ -11,7 +11,7 @@ import pytest
 from tests.support.cases import all_cases
 from uma_trio.config.power import PowerLimit, parse_power_limit
 from uma_trio.config.refusal import ConfigError
-from uma_trio.daemon.scheduling.rest import MIN_SHARE, Rest, rest_of
+from uma_trio.daemon.policy.rest import MIN_SHARE, Rest, rest_of
 from uma_trio.processes.energy import open_meter
 
 NO_LIBRARY = "there_is_no_such_module"

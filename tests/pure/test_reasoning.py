@@ -9,10 +9,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.support.cases import all_cases
-from uma_trio.daemon.answer.regions import RegionAssembler
-from uma_trio.daemon.answer.text import TextAssembler
 from uma_trio.daemon.prompts.marker_text import MarkerText
 from uma_trio.daemon.prompts.reasoning import FORMATS, ReasoningFormat, find_format, make_markers
+from uma_trio.daemon.text.assembler import TextAssembler
+from uma_trio.daemon.text.regions import RegionAssembler
 from uma_trio.models.markers import ReasoningMarkers
 
 THINK = ReasoningMarkers(begin=("<think>",), end=("</think>",), opened_by=("<think>",))

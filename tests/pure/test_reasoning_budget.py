@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from uma_trio.daemon.answer.budget import ReasoningLimit
+from uma_trio.daemon.text.budget import ReasoningLimit
 from uma_trio.models.markers import ReasoningMarkers
 
 END = ["</", "think>"]

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.support.steps import counted_steps
-from uma_trio.daemon.answer.text import TextAssembler
+from uma_trio.daemon.text.assembler import TextAssembler
 
 
 def split(data: bytes, positions: list[int]) -> list[bytes]:

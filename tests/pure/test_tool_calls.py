@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from tests.support.cases import all_cases
 from tests.support.profile import amount
-from uma_trio.daemon.answer.regions import RegionAssembler
-from uma_trio.daemon.answer.tool_calls import ToolCalling
 from uma_trio.daemon.prompts.marker_text import MarkerText
 from uma_trio.daemon.prompts.reasoning import FORMATS as REASONING_FORMATS
 from uma_trio.daemon.prompts.reasoning import make_markers
 from uma_trio.daemon.prompts.tool_formats import FORMATS, by_name, find_tool_format, make_call_markers
+from uma_trio.daemon.text.regions import RegionAssembler
+from uma_trio.daemon.text.tool_calls import ToolCalling
 
 CONTROL = re.compile(r"｜DSML｜|<\|[a-z_]+\|>|<｜[^｜]+｜>|\[[A-Z_]+\]|<\|\"\|>|<\|[a-z_]+>|<[a-z_]+\|>")
 """What is a control token in these tests, except where none is."""

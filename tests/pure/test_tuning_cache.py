@@ -9,9 +9,9 @@ import pytest
 
 from tests.support.cases import all_cases
 from uma_trio.daemon.engines.saved_costs import load_costs, save_costs
-from uma_trio.daemon.scheduling.cost import CostModel, Work
-from uma_trio.daemon.scheduling.decode_split import DecodeCallTimes
-from uma_trio.daemon.scheduling.row_curve import PrefillCurves, RowCurve
+from uma_trio.daemon.policy.cost import CostModel, Work
+from uma_trio.daemon.policy.decode_split import DecodeCallTimes
+from uma_trio.daemon.policy.row_curve import PrefillCurves, RowCurve
 from uma_trio.engine.saved_layouts import load_corrections
 from uma_trio.models.fingerprint import model_fingerprint
 

@@ -13,7 +13,6 @@ import trio
 from tests.support.fake_engine import FakeEngine, VirtualEngine
 from tests.support.serving import settings, token_to_bytes
 from tests.support.state_files import MemoryFiles, at_once
-from uma_trio.daemon.answer.budget import ReasoningLimit
 from uma_trio.daemon.prompts.media import PlacedRows
 from uma_trio.daemon.prompts.prompt import Prompt
 from uma_trio.daemon.serving.answer import Answer
@@ -21,6 +20,7 @@ from uma_trio.daemon.serving.offload import InThread
 from uma_trio.daemon.serving.request import PreparedRequest
 from uma_trio.daemon.serving.scheduler import Scheduler
 from uma_trio.daemon.store.answer_log import Change
+from uma_trio.daemon.text.budget import ReasoningLimit
 from uma_trio.principal import Principal
 from uma_trio.protocol.events import Eos, Failure, Token
 from uma_trio.protocol.requests import Generate

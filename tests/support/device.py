@@ -10,11 +10,11 @@ import attrs
 
 from uma_trio.config import Scheduling
 from uma_trio.daemon.engines.calibrate import CURVE_ROWS, MAX_CURVE_DECODES, PROMPT_CURVE_ROWS
-from uma_trio.daemon.scheduling.cost import CostModel, Work
-from uma_trio.daemon.scheduling.policy import Plan, plan
-from uma_trio.daemon.scheduling.row_curve import PrefillCurves, RowCurve
-from uma_trio.daemon.scheduling.tick import PolicyState, Tick
-from uma_trio.daemon.scheduling.view import Priority, SequenceView
+from uma_trio.daemon.policy.cost import CostModel, Work
+from uma_trio.daemon.policy.plan import Plan, plan
+from uma_trio.daemon.policy.row_curve import PrefillCurves, RowCurve
+from uma_trio.daemon.policy.tick import PolicyState, Tick
+from uma_trio.daemon.policy.view import Priority, SequenceView
 
 
 @attrs.define

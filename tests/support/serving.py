@@ -20,12 +20,12 @@ from uma_trio.daemon.detached.room import DetachedAnswers
 from uma_trio.daemon.doors import listener
 from uma_trio.daemon.doors.claim import claimed
 from uma_trio.daemon.kv.offload_index import SavedState
+from uma_trio.daemon.policy.cost import CostModel
 from uma_trio.daemon.prompts.media import take_pictures
 from uma_trio.daemon.prompts.pairs import PairFormat
 from uma_trio.daemon.prompts.prompt import History, Prompt, PromptMaker, check_prompt_size
 from uma_trio.daemon.prompts.tool_prompts import PLAIN_TOOLS, ToolSupport
 from uma_trio.daemon.registry import ModelRegistry, ModelSpec, Needs
-from uma_trio.daemon.scheduling.cost import CostModel
 from uma_trio.daemon.server import Server
 from uma_trio.daemon.service import ModelService
 from uma_trio.daemon.serving.offload import InThread, StateFiles

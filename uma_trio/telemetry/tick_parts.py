@@ -1,6 +1,6 @@
 """Divides the time of recorded ticks between what they computed, by a fit over all of them.
 
-The time of the ``llama_decode`` calls of a tick is close to linear in what they compute, as in ``daemon/scheduling/cost.py``::
+The time of the ``llama_decode`` calls of a tick is close to linear in what they compute, as in ``daemon/policy/cost.py``::
 
     t = a * calls + b * decode rows + c * context + d * (has prefill) + e * prefill tokens + f * prefill attention
 

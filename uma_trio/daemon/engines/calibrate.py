@@ -10,9 +10,9 @@ from typing import Final
 import attrs
 
 from uma_trio.daemon.engines.link import EngineLink
-from uma_trio.daemon.scheduling.cost import CostModel, Work
-from uma_trio.daemon.scheduling.decode_split import DecodeCallTimes
-from uma_trio.daemon.scheduling.row_curve import MAX_NOISE, MIN_POINTS, PrefillCurves, RowCurve, noise
+from uma_trio.daemon.policy.cost import CostModel, Work
+from uma_trio.daemon.policy.decode_split import DecodeCallTimes
+from uma_trio.daemon.policy.row_curve import MAX_NOISE, MIN_POINTS, PrefillCurves, RowCurve, noise
 from uma_trio.engine_link.adapters import Scales
 from uma_trio.engine_link.attention import AttentionScan
 from uma_trio.engine_link.kv_ops import KvOp, Truncate

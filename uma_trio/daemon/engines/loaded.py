@@ -22,12 +22,12 @@ from uma_trio.daemon.engines.link import EngineLink, Launcher
 from uma_trio.daemon.engines.saved_costs import load_costs, save_costs
 from uma_trio.daemon.engines.supervisor import SupervisedEngine
 from uma_trio.daemon.engines.warm_up import warm_up
+from uma_trio.daemon.policy.cost import CostModel
 from uma_trio.daemon.prompts.chosen_template import choose_template
 from uma_trio.daemon.prompts.context import explain_context, is_short, more_context
 from uma_trio.daemon.prompts.open_prompts import open_prompts
 from uma_trio.daemon.prompts.pictures import NoPictures, Pictures, open_pictures
 from uma_trio.daemon.prompts.prompt import PromptMaker
-from uma_trio.daemon.scheduling.cost import CostModel
 from uma_trio.encoder.encoder import Projector
 from uma_trio.engine_link.defaults import SHARES
 from uma_trio.engine_link.devices import Devices, size

@@ -9,9 +9,9 @@ from typing import Any, Final
 
 import attrs
 
-from uma_trio.daemon.scheduling.cost import MAX_MARGIN, N_FEATURES, N_MARGINS, CostModel, LinearModel
-from uma_trio.daemon.scheduling.decode_split import DecodeCallTimes
-from uma_trio.daemon.scheduling.row_curve import PrefillCurves, RowCurve
+from uma_trio.daemon.policy.cost import MAX_MARGIN, N_FEATURES, N_MARGINS, CostModel, LinearModel
+from uma_trio.daemon.policy.decode_split import DecodeCallTimes
+from uma_trio.daemon.policy.row_curve import PrefillCurves, RowCurve
 from uma_trio.engine_link import tuning_cache
 
 CERTAINTY_KEPT: Final = 0.1

@@ -12,8 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from uma_trio.config import Limits
-from uma_trio.daemon.answer.budget import ReasoningLimit
-from uma_trio.daemon.answer.tool_calls import ToolCalling
 from uma_trio.daemon.prompts.chat import ChatTemplate
 from uma_trio.daemon.prompts.context import MIN_PROMPT_BYTES, SHORT_ANSWER, explain_context, more_context
 from uma_trio.daemon.prompts.fair_limiter import FairLimiter, in_thread
@@ -32,6 +30,8 @@ from uma_trio.daemon.prompts.media import (
 from uma_trio.daemon.prompts.pairs import PairFormat
 from uma_trio.daemon.prompts.pictures import NO_PROJECTOR, NoPictures, Pictures
 from uma_trio.daemon.prompts.tool_prompts import PLAIN_TOOLS, ToolSupport, call_ids, template_chat
+from uma_trio.daemon.text.budget import ReasoningLimit
+from uma_trio.daemon.text.tool_calls import ToolCalling
 from uma_trio.encoder.encoded import EncodedMedia
 from uma_trio.engine_link.media import PLACEHOLDER
 from uma_trio.engine_link.messages import ModelInfo, PromptPart

@@ -1,1 +1,1 @@
-"""Serves answers with one engine: the tick, and what it needs.  docs/design/scheduler.md lists the modules."""
+"""Serves answers with one engine: ``Scheduler`` and what its tick needs.  docs/design/scheduler.md lists the modules."""

@@ -12,13 +12,11 @@ import attrs
 import numpy as np
 import trio
 
-from uma_trio.daemon.answer.regions import make_assembler
-from uma_trio.daemon.answer.text import TextAssembler
 from uma_trio.daemon.kv.allocation import Allocation
 from uma_trio.daemon.kv.lost_prefixes import Comparison
+from uma_trio.daemon.policy.view import Priority, SequenceView
 from uma_trio.daemon.prompts.media import rows_between, whole_part
 from uma_trio.daemon.prompts.prompt import Prompt
-from uma_trio.daemon.scheduling.view import Priority, SequenceView
 from uma_trio.daemon.serving.answer_parts import (
     AnswerBounds,
     AnswerSampling,
@@ -29,6 +27,8 @@ from uma_trio.daemon.serving.answer_parts import (
 )
 from uma_trio.daemon.serving.answer_record import AnswerRecord
 from uma_trio.daemon.serving.controllers.state import NO_CONTROL, Control, NoControl
+from uma_trio.daemon.text.assembler import TextAssembler
+from uma_trio.daemon.text.regions import make_assembler
 from uma_trio.engine_link.adapters import NO_ADAPTERS, AdapterSet
 from uma_trio.engine_link.grammar_state import GrammarState
 from uma_trio.engine_link.messages import SampleRequest, StepInput

@@ -8,13 +8,13 @@ from typing import Final
 
 import attrs
 
-from uma_trio.daemon.answer.budget import ReasoningBudget
-from uma_trio.daemon.answer.text import TextAssembler
 from uma_trio.daemon.kv.offload_index import SavedState
-from uma_trio.daemon.scheduling.places import MIN_TURN_S
+from uma_trio.daemon.policy.places import MIN_TURN_S
 from uma_trio.daemon.serving.prompt_lookup import PromptLookup
 from uma_trio.daemon.serving.steering import Steering
 from uma_trio.daemon.serving.token_history import TokenHistory
+from uma_trio.daemon.text.assembler import TextAssembler
+from uma_trio.daemon.text.budget import ReasoningBudget
 from uma_trio.engine_link.sampling import Bias, SamplingParams
 from uma_trio.engine_link.tokens import TokenIds
 from uma_trio.grammar.compiler import Grammar

@@ -11,7 +11,7 @@ from typing import Final
 
 import structlog
 
-from uma_trio.daemon.scheduling.cost import CostModel, DraftCost, Work
+from uma_trio.daemon.policy.cost import CostModel, DraftCost, Work
 from uma_trio.daemon.serving.answer import Answer
 from uma_trio.daemon.serving.answer_parts import DraftState
 from uma_trio.daemon.serving.new_tokens import NewTokens

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
-from uma_trio.daemon.scheduling.fairness import Service
+from uma_trio.daemon.policy.fairness import Service
 from uma_trio.daemon.serving.answer import EventSink
 from uma_trio.engine_link.adapters import Scales
 from uma_trio.engine_link.messages import MAX_EMBEDDING_SEQUENCES, EmbeddingInput, ModelInfo, StepOutput

@@ -11,10 +11,10 @@ import attrs
 import trio
 
 from uma_trio.config import Scheduling
-from uma_trio.daemon.scheduling import places
-from uma_trio.daemon.scheduling.answer_lengths import AnswerLengths
-from uma_trio.daemon.scheduling.forecast import Arrivals, Load, Prediction, Speed, forecast, mean_load
-from uma_trio.daemon.scheduling.timings import StepTimings
+from uma_trio.daemon.policy import places
+from uma_trio.daemon.policy.answer_lengths import AnswerLengths
+from uma_trio.daemon.policy.forecast import Arrivals, Load, Prediction, Speed, forecast, mean_load
+from uma_trio.daemon.policy.timings import StepTimings
 from uma_trio.daemon.serving.answer import Answer, State
 from uma_trio.daemon.serving.running import RunningSet
 from uma_trio.daemon.serving.waiting import WaitingQueue

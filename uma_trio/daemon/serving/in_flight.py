@@ -8,7 +8,7 @@ from typing import Final
 import trio
 
 from uma_trio.daemon.engines.supervisor import SupervisedEngine
-from uma_trio.daemon.scheduling.lost_time import LostTime
+from uma_trio.daemon.policy.lost_time import LostTime
 from uma_trio.daemon.serving.answer import Answer, State
 from uma_trio.daemon.serving.step import InFlightStep, PlannedStep, build_step
 from uma_trio.engine_link.messages import SubmittedStep

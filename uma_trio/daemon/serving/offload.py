@@ -26,8 +26,8 @@ from uma_trio.daemon.kv.allocation import Allocation
 from uma_trio.daemon.kv.cache import KvCache
 from uma_trio.daemon.kv.checkpoints import Checkpoints
 from uma_trio.daemon.kv.offload_index import SavedState
-from uma_trio.daemon.scheduling.timings import StepTimings
-from uma_trio.daemon.scheduling.view import SequenceView
+from uma_trio.daemon.policy.timings import StepTimings
+from uma_trio.daemon.policy.view import SequenceView
 from uma_trio.daemon.store.memory_states import MemoryStates
 from uma_trio.daemon.store.state_folder import StateFileError
 from uma_trio.engine_link.kv_ops import LoadState, MeasureState, SaveState

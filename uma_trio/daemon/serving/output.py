@@ -9,10 +9,10 @@ from typing import Any, Final
 import msgspec
 
 from uma_trio.aici_link.messages import SequenceResult
-from uma_trio.daemon.answer.text import Split, TextAssembler
 from uma_trio.daemon.serving.answer import Answer
 from uma_trio.daemon.serving.controllers.answers import control_of
 from uma_trio.daemon.serving.new_tokens import NewTokens, TokenToBytes
+from uma_trio.daemon.text.assembler import Split, TextAssembler
 from uma_trio.engine_link.sampling import NO_TOKEN, TokenLogprobs
 from uma_trio.errors import UmaError
 from uma_trio.protocol.controllers import Backtrack, ControllerOutput, StorageWrite

@@ -1,6 +1,6 @@
 """What the next step contains, or why there is none now.
 
-``daemon/scheduling/policy.py`` divides the time of a step between streams and prompts.  Here is everything around it: what is
+``daemon/policy/plan.py`` divides the time of a step between streams and prompts.  Here is everything around it: what is
 ready, texts to embed and copies of KV states next to it, draft tokens, and when a step may run ahead.  Nothing here
 talks to the engine or waits.
 """
@@ -17,13 +17,13 @@ import trio
 
 from uma_trio.config import Scheduling
 from uma_trio.daemon.kv.cache import KvCache
-from uma_trio.daemon.scheduling.bisection import CrashBisection
-from uma_trio.daemon.scheduling.cost import MAX_MARGIN
-from uma_trio.daemon.scheduling.gaps import NO_FILLERS
-from uma_trio.daemon.scheduling.policy import Plan, plan, repeated
-from uma_trio.daemon.scheduling.tick import Tick
-from uma_trio.daemon.scheduling.timings import StepTimings
-from uma_trio.daemon.scheduling.view import Priority, SequenceView, foreground
+from uma_trio.daemon.policy.bisection import CrashBisection
+from uma_trio.daemon.policy.cost import MAX_MARGIN
+from uma_trio.daemon.policy.gaps import NO_FILLERS
+from uma_trio.daemon.policy.plan import Plan, plan, repeated
+from uma_trio.daemon.policy.tick import Tick
+from uma_trio.daemon.policy.timings import StepTimings
+from uma_trio.daemon.policy.view import Priority, SequenceView, foreground
 from uma_trio.daemon.serving.answer import Answer, State
 from uma_trio.daemon.serving.controllers.driver import ControllerDriver
 from uma_trio.daemon.serving.embedding import EmbeddingChunk, EmbeddingQueue

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 
 import attrs
 
-from uma_trio.daemon.scheduling.fairness import Service
-from uma_trio.daemon.scheduling.tick import PolicyState
+from uma_trio.daemon.policy.fairness import Service
+from uma_trio.daemon.policy.tick import PolicyState
 from uma_trio.daemon.serving.answer import Answer, State
 from uma_trio.daemon.serving.embedding import PendingEmbeddings
 from uma_trio.errors import TooManyRequests

@@ -14,8 +14,8 @@ import numpy as np
 import trio
 
 from uma_trio.config import Config
+from uma_trio.daemon.policy.view import Priority
 from uma_trio.daemon.prompts.prompt import Prompt, fit_prompt, tokens_to_generate
-from uma_trio.daemon.scheduling.view import Priority
 from uma_trio.daemon.serving.answer import Answer, EventSink
 from uma_trio.daemon.serving.answer_parts import AnswerSampling, TokenTimes
 from uma_trio.daemon.serving.answer_record import AnswerRecord

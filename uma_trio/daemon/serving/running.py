@@ -14,8 +14,8 @@ from uma_trio.daemon.kv.cache import KvCache
 from uma_trio.daemon.kv.idle_limit import IdleLimit
 from uma_trio.daemon.kv.offload_index import SavedState
 from uma_trio.daemon.kv.pool import KvMemory
-from uma_trio.daemon.scheduling import places
-from uma_trio.daemon.scheduling.timings import StepTimings
+from uma_trio.daemon.policy import places
+from uma_trio.daemon.policy.timings import StepTimings
 from uma_trio.daemon.serving.answer import Answer, State
 from uma_trio.daemon.serving.offload import Offloader
 from uma_trio.engine_link.attention import AttentionScan

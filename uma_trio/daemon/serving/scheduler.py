@@ -19,11 +19,11 @@ import trio
 from uma_trio.config import MB, Config
 from uma_trio.daemon.aici.exchange import ControllerRuntime
 from uma_trio.daemon.engines.supervisor import SupervisedEngine
-from uma_trio.daemon.scheduling.bisection import CrashBisection
-from uma_trio.daemon.scheduling.cost import CostModel
-from uma_trio.daemon.scheduling.rest import Rest, rest_of
-from uma_trio.daemon.scheduling.timings import StepTimings
-from uma_trio.daemon.scheduling.view import Priority
+from uma_trio.daemon.policy.bisection import CrashBisection
+from uma_trio.daemon.policy.cost import CostModel
+from uma_trio.daemon.policy.rest import Rest, rest_of
+from uma_trio.daemon.policy.timings import StepTimings
+from uma_trio.daemon.policy.view import Priority
 from uma_trio.daemon.serving.answer import Answer, State
 from uma_trio.daemon.serving.changes import append_known, check_steering
 from uma_trio.daemon.serving.controllers.driver import MAX_WAIT_S, ControllerDriver

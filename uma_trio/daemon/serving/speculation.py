@@ -9,12 +9,12 @@ import msgspec
 import trio
 
 from uma_trio.config import Scheduling
-from uma_trio.daemon.scheduling.bisection import CrashBisection
-from uma_trio.daemon.scheduling.cost import DraftCost
-from uma_trio.daemon.scheduling.policy import Plan
-from uma_trio.daemon.scheduling.tick import NO_DRAFT_MODEL
-from uma_trio.daemon.scheduling.timings import StepTimings
-from uma_trio.daemon.scheduling.view import SequenceView
+from uma_trio.daemon.policy.bisection import CrashBisection
+from uma_trio.daemon.policy.cost import DraftCost
+from uma_trio.daemon.policy.plan import Plan
+from uma_trio.daemon.policy.tick import NO_DRAFT_MODEL
+from uma_trio.daemon.policy.timings import StepTimings
+from uma_trio.daemon.policy.view import SequenceView
 from uma_trio.daemon.serving.answer import Answer
 from uma_trio.daemon.serving.drafting import MAX_STREAMS, DraftModel
 from uma_trio.daemon.serving.prompt_lookup import PromptLookup

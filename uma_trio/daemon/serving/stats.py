@@ -10,7 +10,7 @@ import attrs
 import structlog
 
 from uma_trio.daemon.kv.cache import KvCache
-from uma_trio.daemon.scheduling.cost import Work
+from uma_trio.daemon.policy.cost import Work
 from uma_trio.daemon.serving.answer import Answer, State
 from uma_trio.daemon.serving.new_tokens import DRAFT_SOURCES, NewTokens
 from uma_trio.daemon.serving.replaying import Kept, replay_of

@@ -9,8 +9,8 @@ from typing import Final
 import attrs
 import trio
 
-from uma_trio.daemon.answer.budget import ReasoningLimit
 from uma_trio.daemon.store.answer_log import Change
+from uma_trio.daemon.text.budget import ReasoningLimit
 from uma_trio.errors import BadRequest, UmaError
 from uma_trio.protocol.answers import Steered
 from uma_trio.protocol.queries import SteerQuery

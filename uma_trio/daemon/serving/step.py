@@ -15,10 +15,10 @@ import attrs
 import trio
 
 from uma_trio.daemon.kv.cache import KvCache
-from uma_trio.daemon.scheduling.cost import Work
-from uma_trio.daemon.scheduling.policy import Plan
-from uma_trio.daemon.scheduling.tick import PolicyState
-from uma_trio.daemon.scheduling.view import SequenceView
+from uma_trio.daemon.policy.cost import Work
+from uma_trio.daemon.policy.plan import Plan
+from uma_trio.daemon.policy.tick import PolicyState
+from uma_trio.daemon.policy.view import SequenceView
 from uma_trio.daemon.serving.answer import Answer, State
 from uma_trio.daemon.serving.changes import apply_steering, at_end_of_sentence
 from uma_trio.daemon.serving.controllers.results import complete_sample

@@ -11,8 +11,8 @@ from typing import Final
 import trio
 
 from uma_trio.daemon.kv.cache import CacheStatistics
-from uma_trio.daemon.scheduling import fairness, places
-from uma_trio.daemon.scheduling.view import Priority
+from uma_trio.daemon.policy import fairness, places
+from uma_trio.daemon.policy.view import Priority
 from uma_trio.daemon.serving.answer import Answer, State
 from uma_trio.daemon.serving.principals import Principals
 from uma_trio.daemon.serving.running import RunningSet
@@ -27,7 +27,7 @@ class WaitingQueue:
     """Requests that wait for KV cells, in the order of arrival.
 
     An answer loses its place to a request that waits if its client does not read, or if its principal has more than its
-    share of the places (``daemon/scheduling/places.py``).  When there is a place again, it goes on from its copy in memory, or is
+    share of the places (``daemon/policy/places.py``).  When there is a place again, it goes on from its copy in memory, or is
     prefilled again from its tokens.
 
     Args:

@@ -7,8 +7,8 @@ from typing import Final
 
 import attrs
 
-from uma_trio.daemon.answer.regions import RegionAssembler
-from uma_trio.daemon.answer.tool_calls import ToolCalling
+from uma_trio.daemon.text.regions import RegionAssembler
+from uma_trio.daemon.text.tool_calls import ToolCalling
 from uma_trio.models.markers import ReasoningMarkers
 
 MAX_DELAY: Final = 8

@@ -36,8 +36,8 @@ from typing import Final, TypeAlias
 
 import attrs
 
-from uma_trio.daemon.scheduling.decode_split import SPLIT_THRESHOLD, DecodeCallTimes
-from uma_trio.daemon.scheduling.row_curve import PrefillCurves
+from uma_trio.daemon.policy.decode_split import SPLIT_THRESHOLD, DecodeCallTimes
+from uma_trio.daemon.policy.row_curve import PrefillCurves
 
 FORGETTING_FACTOR: Final = 0.98
 """Weight of all earlier ticks after one more tick.  A tick fifty ticks ago counts for a third."""

@@ -20,9 +20,9 @@ import attrs
 import msgspec
 
 from uma_trio.config import Scheduling
-from uma_trio.daemon.scheduling.cost import CostModel, Work
-from uma_trio.daemon.scheduling.fairness import WAIT_PER_WORK
-from uma_trio.daemon.scheduling.prefill import PrefillBudget
+from uma_trio.daemon.policy.cost import CostModel, Work
+from uma_trio.daemon.policy.fairness import WAIT_PER_WORK
+from uma_trio.daemon.policy.prefill import PrefillBudget
 from uma_trio.engine_link.attention import Attention
 
 MAX_PHASES: Final = 256

@@ -14,11 +14,11 @@ from typing import Final
 import attrs
 import msgspec
 
-from uma_trio.daemon.scheduling.cost import Work
-from uma_trio.daemon.scheduling.gaps import contexts_with_fillers, join_runs, runs_of_consecutive_ids
-from uma_trio.daemon.scheduling.prefill import choose_prefill
-from uma_trio.daemon.scheduling.tick import PolicyState, Tick, estimated_work
-from uma_trio.daemon.scheduling.view import Priority, SequenceView, foreground
+from uma_trio.daemon.policy.cost import Work
+from uma_trio.daemon.policy.gaps import contexts_with_fillers, join_runs, runs_of_consecutive_ids
+from uma_trio.daemon.policy.prefill import choose_prefill
+from uma_trio.daemon.policy.tick import PolicyState, Tick, estimated_work
+from uma_trio.daemon.policy.view import Priority, SequenceView, foreground
 from uma_trio.engine_link.attention import AttentionScan
 
 MAX_BACKGROUND_STRETCH: Final = 4.0
@@ -109,7 +109,7 @@ def plan(tick: Tick) -> Plan:
     Two sequences are due in 30 ms and two prompts wait, on a device that takes 2 ms for a tick and 1 ms for each token:
 
     >>> from uma_trio.config import Scheduling
-    >>> from uma_trio.daemon.scheduling.cost import CostModel, LinearModel
+    >>> from uma_trio.daemon.policy.cost import CostModel, LinearModel
     >>> model = LinearModel((2.0, 100.0, 10.0, 0.0, 0.0))
     >>> chosen = plan(Tick([SequenceView(0, due_s=0.030), SequenceView(1, due_s=0.030)],
     ...                    [SequenceView(2, n_pending=10), SequenceView(3, n_pending=100)], PolicyState(),

@@ -15,8 +15,8 @@ from typing import Final
 
 import attrs
 
-from uma_trio.daemon.scheduling.fairness import MAX_LEAD
-from uma_trio.daemon.scheduling.view import Priority
+from uma_trio.daemon.policy.fairness import MAX_LEAD
+from uma_trio.daemon.policy.view import Priority
 
 MIN_TURN_S: Final = 0.5
 """An answer keeps the only place of its principal for at least this long."""

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from uma_trio.daemon.answer.call_syntax import SPACES, CallSink, NotACall, checked_call, in_name
+from uma_trio.daemon.text.call_syntax import SPACES, CallSink, NotACall, checked_call, in_name
 from uma_trio.grammar.argument_types import STRING, SchemaTypes, property_schema, read_json, read_value
 from uma_trio.models.markers import CONTROL_CHARS, ParameterTags
 from uma_trio.protocol.chat import MAX_TOOL_NAME_CHARS, ToolCall

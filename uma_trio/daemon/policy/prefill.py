@@ -13,11 +13,11 @@ import attrs
 import msgspec
 
 from uma_trio.config import Scheduling
-from uma_trio.daemon.scheduling import fairness
-from uma_trio.daemon.scheduling.cost import CostModel, Work
-from uma_trio.daemon.scheduling.fairness import Service
-from uma_trio.daemon.scheduling.tick import PolicyState, Tick, estimated_work
-from uma_trio.daemon.scheduling.view import Priority, SequenceView
+from uma_trio.daemon.policy import fairness
+from uma_trio.daemon.policy.cost import CostModel, Work
+from uma_trio.daemon.policy.fairness import Service
+from uma_trio.daemon.policy.tick import PolicyState, Tick, estimated_work
+from uma_trio.daemon.policy.view import Priority, SequenceView
 
 MAX_FURTHER_CALL: Final = 1.1
 """A second prompt begins in the tick in which another one ends only if the tick gets at most this many times longer."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, Literal
 
-from uma_trio.daemon.scheduling.cost import CostModel, Work
-from uma_trio.daemon.scheduling.tick import estimated_work
-from uma_trio.daemon.scheduling.view import SequenceView
+from uma_trio.daemon.policy.cost import CostModel, Work
+from uma_trio.daemon.policy.tick import estimated_work
+from uma_trio.daemon.policy.view import SequenceView
 from uma_trio.engine_link.attention import Attention
 
 FIRST_BYTES_PER_MS: Final = {"save": 2e6, "load": 1e7, "read": 1e7}

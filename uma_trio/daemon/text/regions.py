@@ -6,8 +6,8 @@ import enum
 import math
 from collections.abc import Sequence
 
-from uma_trio.daemon.answer.text import Split, StringSearch, TextAssembler
-from uma_trio.daemon.answer.tool_calls import CallReader, State, ToolCalling
+from uma_trio.daemon.text.assembler import Split, StringSearch, TextAssembler
+from uma_trio.daemon.text.tool_calls import CallReader, State, ToolCalling
 from uma_trio.models.markers import CONTROL_CHARS, OTHER_CONTROL, ReasoningMarkers, visible
 
 

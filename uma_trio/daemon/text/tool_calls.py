@@ -8,8 +8,8 @@ from typing import Any, Final, NamedTuple
 
 import attrs
 
-from uma_trio.daemon.answer.call_syntax import SPACES, NamedCall, NotACall, ObjectCall, in_name
-from uma_trio.daemon.answer.tagged_call import TaggedCall
+from uma_trio.daemon.text.call_syntax import SPACES, NamedCall, NotACall, ObjectCall, in_name
+from uma_trio.daemon.text.tagged_call import TaggedCall
 from uma_trio.models.markers import CallMarkers
 from uma_trio.protocol.chat import MAX_TOOL_CALLS, ToolCall
 

@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from uma_trio.daemon.answer.gemma import InvalidNotation, decode_object
+from uma_trio.daemon.text.gemma import InvalidNotation, decode_object
 from uma_trio.errors import BadRequest
 from uma_trio.models.markers import CONTROL_CHARS, CallMarkers
 from uma_trio.protocol.chat import MAX_TOOL_DEPTH, MAX_TOOL_NAME_CHARS, ToolCall, check_json

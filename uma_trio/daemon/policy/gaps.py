@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
-from uma_trio.daemon.scheduling.cost import CostModel
-from uma_trio.daemon.scheduling.view import SequenceView
+from uma_trio.daemon.policy.cost import CostModel
+from uma_trio.daemon.policy.view import SequenceView
 from uma_trio.engine_link.attention import Attention
 
 NO_FILLERS: Final[Mapping[int, int]] = MappingProxyType({})

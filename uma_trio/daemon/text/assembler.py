@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import attrs
 
-from uma_trio.daemon.answer.tool_calls import CallDelta
+from uma_trio.daemon.text.tool_calls import CallDelta
 from uma_trio.protocol.chat import ToolCall
 
 

@@ -1,7 +1,7 @@
 """Divides prefill tokens among waiting prompts: by least-served principal, then by priority, then by deadline.
 
 Classes order the prompts of one principal.  Only ``background`` counts among principals too: its requests go last in the
-queue, and its prompts wait for others before they come here (``policy``).
+queue, and its prompts wait for others before they come here (``plan``).
 
 Fairness between principals is VTC (virtual token counter).  Each principal has a counter, which rises with every
 token that it is given: prefill tokens count once, generated tokens twice, and both are divided by the principal's
@@ -28,7 +28,7 @@ from typing import Final, TypeAlias
 
 import attrs
 
-from uma_trio.daemon.scheduling.view import Priority, SequenceView
+from uma_trio.daemon.policy.view import Priority, SequenceView
 
 PREFILL_TOKEN_COST: Final = 1.0
 DECODE_TOKEN_COST: Final = 2.0

@@ -10,10 +10,10 @@ import attrs
 import msgspec
 
 from uma_trio.config import Scheduling
-from uma_trio.daemon.scheduling.cost import CostModel, DraftCost, Work
-from uma_trio.daemon.scheduling.fairness import Service
-from uma_trio.daemon.scheduling.gaps import NO_FILLERS
-from uma_trio.daemon.scheduling.view import SequenceView
+from uma_trio.daemon.policy.cost import CostModel, DraftCost, Work
+from uma_trio.daemon.policy.fairness import Service
+from uma_trio.daemon.policy.gaps import NO_FILLERS
+from uma_trio.daemon.policy.view import SequenceView
 from uma_trio.engine_link.attention import Attention, AttentionScan
 
 OWN_CONTEXTS: Final = Attention()
