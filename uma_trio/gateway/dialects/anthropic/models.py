@@ -13,10 +13,10 @@ from uma_trio.client import ModelDescription
 from uma_trio.gateway.answer import json_response
 from uma_trio.gateway.dialects.anthropic.dialect import ANTHROPIC
 from uma_trio.gateway.dialects.anthropic.shapes import ModelInfo, ModelInfoPage
-from uma_trio.gateway.dialects.common.times import iso_time
+from uma_trio.gateway.dialects.common.models import retriever
+from uma_trio.gateway.dialects.common.shapes import iso_time
 from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import invalid
-from uma_trio.protocol.answers import bare_name
 
 
 class PageQuery(msgspec.Struct):
@@ -49,15 +49,6 @@ def _index(models: Sequence[ModelInfo], name: str, parameter: str) -> int:
     raise invalid(f"{parameter} names no model that is served: {name[:200]!r}", parameter=parameter)
 
 
-async def retrieve_model(call: Call) -> Response:
-    """One model; all of them if the path ends before a name."""
-    name: str = call.request.path_params["name"]
-    if not name:
-        return await list_models(call)
-    [model] = await call.ask(lambda client: client.models(model=name))
-    return json_response(_model(bare_name(name), model))
-
-
 def _model(name: str, model: ModelDescription) -> ModelInfo:
     """A model with what one request may use."""
     return ModelInfo(
@@ -75,6 +66,6 @@ ENDPOINTS = tuple(
     for path in ("/v1/models", "/models")
     for endpoint in (
         ANTHROPIC.get(path, list_models, ModelInfoPage, query=PageQuery),
-        ANTHROPIC.get(f"{path}/{{name:path}}", retrieve_model, ModelInfo, query=PageQuery),
+        ANTHROPIC.get(f"{path}/{{name:path}}", retriever(list_models, _model), ModelInfo, query=PageQuery),
     )
 )

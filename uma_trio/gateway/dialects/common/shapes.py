@@ -5,6 +5,7 @@ A field that may be missing is ``T | UnsetType``.  All other fields are always t
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 from typing import Any
 
@@ -69,3 +70,13 @@ def probabilities(logprobs: Sequence[Logprobs]) -> list[TokenProbability]:
         )
         for each in logprobs
     ]
+
+
+def iso_time(seconds: float | None = None) -> str:
+    """A time as Ollama and Anthropic write it, from Unix seconds; now, if none are given."""
+    when = (
+        datetime.datetime.now(datetime.UTC)
+        if seconds is None
+        else datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+    )
+    return when.isoformat().replace("+00:00", "Z")

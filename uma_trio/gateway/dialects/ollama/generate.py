@@ -13,8 +13,7 @@ from starlette.responses import Response
 from uma_trio.client import Eos, Event, Reasoning, Token
 from uma_trio.gateway.answer import NDJSON, AnswerRenderer, json_line, json_response
 from uma_trio.gateway.dialects.common.conversation import continues, conversation_fields
-from uma_trio.gateway.dialects.common.shapes import logprobs_of, probabilities
-from uma_trio.gateway.dialects.common.times import iso_time
+from uma_trio.gateway.dialects.common.shapes import iso_time, logprobs_of, probabilities
 from uma_trio.gateway.dialects.common.tools import Tool, offered_tools
 from uma_trio.gateway.dialects.ollama.dialect import OLLAMA, find_model, model_name, ollama_name
 from uma_trio.gateway.dialects.ollama.messages import (

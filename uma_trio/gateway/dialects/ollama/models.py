@@ -10,7 +10,7 @@ import msgspec
 from starlette.responses import Response
 
 from uma_trio.gateway.answer import json_response
-from uma_trio.gateway.dialects.common.times import iso_time
+from uma_trio.gateway.dialects.common.shapes import iso_time
 from uma_trio.gateway.dialects.ollama.dialect import OLLAMA, find_model, ollama_name
 from uma_trio.gateway.dialects.ollama.shapes import Details, Listed, ModelTags, Shown, Version
 from uma_trio.gateway.endpoint import Call

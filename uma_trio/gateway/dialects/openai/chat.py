@@ -10,7 +10,7 @@ from msgspec import UNSET, Meta
 from starlette.responses import Response
 
 from uma_trio.client import Eos, Event, Reasoning, Token, ToolCall, ToolCallDelta
-from uma_trio.gateway.answer import json_response, sse
+from uma_trio.gateway.answer import sse
 from uma_trio.gateway.dialects.common.conversation import (
     NO_REASONING,
     conversation_fields,
@@ -23,6 +23,7 @@ from uma_trio.gateway.dialects.openai.chunks import Chunks, finish_reason
 from uma_trio.gateway.dialects.openai.dialect import OPENAI
 from uma_trio.gateway.dialects.openai.extras import Extras, describe, head_of, render_prompt
 from uma_trio.gateway.dialects.openai.messages import Message, chat_messages, template_fields, tool_fields
+from uma_trio.gateway.dialects.openai.prompt_tokens import prompt_endpoints
 from uma_trio.gateway.dialects.openai.resumable import ResumableChunks, last_position
 from uma_trio.gateway.dialects.openai.sampling import SamplingFields, adapters_of
 from uma_trio.gateway.dialects.openai.shapes import (
@@ -36,8 +37,6 @@ from uma_trio.gateway.dialects.openai.shapes import (
     ChunkChoice,
     Delta,
     FunctionDelta,
-    InputTokens,
-    PromptTokens,
 )
 from uma_trio.gateway.dialects.openai.shapes import Call as WholeCall
 from uma_trio.gateway.endpoint import Call
@@ -123,18 +122,6 @@ async def complete_chat(call: Call) -> Response:
     return call.stream_events(events, ResumableChunks(renderer, name))
 
 
-async def count_input(call: Call) -> Response:
-    """Count the tokens of a chat, as a request would prefill it."""
-    tokens, warnings = await _prompt(call)
-    return json_response(InputTokens(input_tokens=len(tokens)), warnings=warnings)
-
-
-async def render(call: Call) -> Response:
-    """The tokens of a chat, as a request would prefill them."""
-    tokens, warnings = await _prompt(call)
-    return json_response(PromptTokens(token_ids=tokens), warnings=warnings)
-
-
 async def _prompt(call: Call) -> tuple[list[int], list[str]]:
     request, warnings = await call.read(ChatRequest)
     messages = without_noise(chat_messages(request.messages))
@@ -218,6 +205,5 @@ ENDPOINTS = (
         field_names={**TOOL_NAMES, "answer_id": "Last-Event-ID"},
         is_batched=True,
     ),
-    OPENAI.post("/v1/chat/completions/input_tokens", count_input, ChatRequest, InputTokens, field_names=TOOL_NAMES),
-    OPENAI.post("/v1/chat/completions/render", render, ChatRequest, PromptTokens, field_names=TOOL_NAMES),
+    *prompt_endpoints("/v1/chat/completions", _prompt, ChatRequest, TOOL_NAMES),
 )

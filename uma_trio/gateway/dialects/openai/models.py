@@ -10,10 +10,10 @@ from starlette.responses import Response
 
 from uma_trio.client import ModelDescription
 from uma_trio.gateway.answer import json_response
+from uma_trio.gateway.dialects.common.models import retriever
 from uma_trio.gateway.dialects.openai.dialect import OPENAI
 from uma_trio.gateway.dialects.openai.shapes import ManagedModel, Model, ModelMeta, ModelPage, ModelStatus
 from uma_trio.gateway.endpoint import Call
-from uma_trio.protocol.answers import bare_name
 
 
 async def list_models(call: Call) -> Response:
@@ -21,15 +21,6 @@ async def list_models(call: Call) -> Response:
     models = await call.ask(lambda client: client.models())
     named = [(name, model) for model in models for name in model.names]
     return json_response(ModelPage(data=[_model(*each) for each in named]))
-
-
-async def retrieve_model(call: Call) -> Response:
-    """One model; all of them if the path ends before a name."""
-    name: str = call.request.path_params["name"]
-    if not name:
-        return await list_models(call)
-    [model] = await call.ask(lambda client: client.models(model=name))
-    return json_response(_model(bare_name(name), model))
 
 
 def _model(name: str, model: ModelDescription) -> Model:
@@ -88,7 +79,7 @@ async def _manage(call: Call, action: Literal["load", "unload", "reload"]) -> Re
 
 ENDPOINTS = (
     OPENAI.get("/v1/models", list_models, ModelPage),
-    OPENAI.get("/v1/models/{name:path}", retrieve_model, Model),
+    OPENAI.get("/v1/models/{name:path}", retriever(list_models, _model), Model),
     *(
         OPENAI.post(f"/v1/models/{action}", answer, ModelRequest, ManagedModel, needs_admin=True)
         for action, answer in (("load", load), ("unload", unload), ("reload", reload))

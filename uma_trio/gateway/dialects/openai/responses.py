@@ -28,11 +28,10 @@ from uma_trio.gateway.dialects.openai.constraints import ResponseFormat, constra
 from uma_trio.gateway.dialects.openai.dialect import OPENAI
 from uma_trio.gateway.dialects.openai.extras import Extras
 from uma_trio.gateway.dialects.openai.messages import tool_fields
+from uma_trio.gateway.dialects.openai.prompt_tokens import prompt_endpoints
 from uma_trio.gateway.dialects.openai.response_events import ResponseEvents
 from uma_trio.gateway.dialects.openai.response_items import Conversation, Item, has_files
 from uma_trio.gateway.dialects.openai.shapes import (
-    InputTokens,
-    PromptTokens,
     ResponseEvent,
     ResponseHead,
     ResponseObject,
@@ -268,18 +267,6 @@ def _seals(request: ResponsesRequest) -> bool:
     return "reasoning.encrypted_content" in (request.include or ())
 
 
-async def count_input(call: Call) -> Response:
-    """Count the tokens of a conversation, as a request would prefill it."""
-    tokens, warnings = await _prompt(call)
-    return json_response(InputTokens(input_tokens=len(tokens)), warnings=warnings)
-
-
-async def render(call: Call) -> Response:
-    """The tokens of a conversation, as a request would prefill them."""
-    tokens, warnings = await _prompt(call)
-    return json_response(PromptTokens(token_ids=tokens), warnings=warnings)
-
-
 async def _prompt(call: Call) -> tuple[list[int], list[str]]:
     request, warnings = await call.read(Input)
     past = await find_earlier(call, request.previous_response_id, request.conversation, request.model)
@@ -379,7 +366,6 @@ ENDPOINTS: Final[Sequence[Endpoint]] = (
         field_names={**names_of("responses"), **EARLIER_NAMES},
         is_batched=True,
     ),
-    OPENAI.post("/v1/responses/input_tokens", count_input, Input, InputTokens, field_names=EARLIER_NAMES),
-    OPENAI.post("/v1/responses/render", render, Input, PromptTokens, field_names=EARLIER_NAMES),
+    *prompt_endpoints("/v1/responses", _prompt, Input, EARLIER_NAMES),
     *STORED_ENDPOINTS,
 )
