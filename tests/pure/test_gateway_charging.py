@@ -10,9 +10,9 @@ import pytest
 
 from tests.support.cases import all_cases
 from uma_trio.client import Embeddings, Eos, Event, RankedDocument, Ranking, Reasoning, Token
-from uma_trio.errors import InternalError
+from uma_trio.errors import ControllerFailed, InternalError
 from uma_trio.gateway.charging import UNKNOWN_MAX_TOKENS, Account, Charge, begin_charge, estimated_tokens
-from uma_trio.gateway.errors import ErrorKind, HttpError
+from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.guard import check_admin
 from uma_trio.gateway.limits import Limiter
 from uma_trio.gateway.tenants import Tenant
@@ -209,7 +209,7 @@ def test_an_answer_that_its_controller_ends_with_an_error_is_not_free(is_streame
         costs.begin(prompt="x" * 30, max_tokens=100, controller="c", is_streamed=is_streamed) as charge,
     ):
         charge.count([token()] if is_streamed else [])
-        raise HttpError(ErrorKind("E_CONTROLLER_FAILED", 400), "the controller has printed all that it has generated")
+        raise HttpError(ControllerFailed, "the controller has printed all that it has generated")
     assert costs.usage.total == cost
 
 

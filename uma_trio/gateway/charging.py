@@ -169,7 +169,7 @@ class Charge:
         if self._admission is None:
             return
         counted = self._prompt + sum(self._generated.values())
-        is_own_failure = isinstance(error, HttpError) and error.code == ControllerFailed.code
+        is_own_failure = isinstance(error, HttpError) and error.kind is ControllerFailed
         if isinstance(error, Exception) and not is_own_failure:  # the daemon refused, or failed
             counted = counted if self._generated else 0
         elif error is not None and not self._is_streamed:  # the client left, or its controller failed

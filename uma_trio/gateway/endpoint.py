@@ -313,7 +313,7 @@ class Call:
             try:
                 await self.daemon.model(fields["model"])
             except HttpError as error:
-                if error.code != ModelNotFound.code:
+                if error.kind is not ModelNotFound:
                     raise
                 fields["model"] = (await self.daemon.model()).name
         return fields
@@ -349,7 +349,7 @@ class Call:
         try:
             return await self.ask(question)
         except HttpError as error:
-            if error.code != missing.code:
+            if error.kind is not missing:
                 raise
             return None
 

@@ -74,8 +74,8 @@ NO_STORAGE: Final = ErrorKind("E_GATEWAY_STORAGE", 503)
 SILENT_PEER: Final = ErrorKind("E_GATEWAY_PEER", 503)
 """The gateway's own errors, which docs/HTTP.md explains; docs/PROTOCOL-REFERENCE.md has those of the daemon."""
 
-LOST: Final = (NO_DAEMON.code, BROKEN.code, ShuttingDown.code)
-"""Codes of errors that end the connection to an answer, and not the answer, if it is detached."""
+LOST: Final[Container[AnyKind]] = (NO_DAEMON, BROKEN, ShuttingDown)
+"""Errors that end the connection to an answer, and not the answer, if it is detached."""
 
 LOADING_RETRY_MS: Final = 2000
 NO_DAEMON_RETRY_MS: Final = 1000
@@ -83,8 +83,8 @@ UNKNOWN_RETRY_MS: Final = 1000
 """Where the daemon cannot estimate the wait."""
 LONGEST_WAIT_S: Final = 60
 
-STATUS_OF_CODE: Final = {each.code: each.http_status for each in all_errors()}
-"""The HTTP status of each code of the socket protocol."""
+KIND_OF_CODE: Final[Mapping[str, AnyKind]] = {each.code: each for each in all_errors()}
+"""The errors of the socket protocol."""
 
 
 class HttpError(Exception):
@@ -135,7 +135,7 @@ class HttpError(Exception):
         """
         headers = {} if self.eta_ms is None else {ETA: str(self.eta_ms)}
         if self.retry_after_ms is None:
-            return {**headers, "X-Should-Retry": "false"} if self.code == DeadlineMissed.code else headers
+            return {**headers, "X-Should-Retry": "false"} if self.kind is DeadlineMissed else headers
         seconds = max(1, math.ceil(self.retry_after_ms / 1000))
         headers |= {"Retry-After": str(seconds), "Retry-After-Ms": str(self.retry_after_ms)}
         return headers if seconds <= LONGEST_WAIT_S else {**headers, "X-Should-Retry": "false"}
@@ -174,23 +174,23 @@ def try_again_in(retry_after_ms: int) -> str:
 
 def from_failure(failure: Failure) -> HttpError:
     """The error that the daemon's event reports.  A code of a newer daemon counts as an internal error."""
-    status = STATUS_OF_CODE.get(failure.code, InternalError.http_status)
+    kind = KIND_OF_CODE.get(failure.code, ErrorKind(failure.code, InternalError.http_status))
     retry_after_ms = failure.retry_after_ms
-    if retry_after_ms is None and status in (429, 503):
+    if retry_after_ms is None and kind.http_status in (429, 503):
         retry_after_ms = UNKNOWN_RETRY_MS
     message = failure.message
-    if failure.code == FrameTooLarge.code:
+    if kind is FrameTooLarge:
         message = f"the request is larger than the daemon takes (--max-frame-bytes): {message}"
-    if failure.code == ControllerNotFound.code:
+    if kind is ControllerNotFound:
         message = (
             f"{message.rstrip()} (POST /v1/controllers stores a controller, GET /v1/controllers/tags lists the tags)"
         )
-    if status == 429 and retry_after_ms is not None and "again" not in message:
+    if kind.http_status == 429 and retry_after_ms is not None and "again" not in message:
         message = f"{message}; {try_again_in(retry_after_ms)}"
-    if failure.code == ModelNotFound.code and "--on-demand" not in message:
+    if kind is ModelNotFound and "--on-demand" not in message:
         message = f"{message}; uma-trio serve --http-any-model answers requests for other names with its first model"
     return HttpError(
-        ErrorKind(failure.code, status),
+        kind,
         message,
         retry_after_ms=retry_after_ms,
         eta_ms=failure.eta_ms,

@@ -138,7 +138,7 @@ class Guard:
             content = b"" if bodies.are_streamed else await body.read()
         except HttpError as error:
             response = self.refuse(error, scope)
-            if error.code == TooManyConnections.code:
+            if error.kind is TooManyConnections:
                 response.headers["connection"] = "close"
             else:
                 response = Refusal(response, body)

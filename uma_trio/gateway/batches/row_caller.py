@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any, Final, NoReturn, Self
 
 import anyio
@@ -20,15 +20,15 @@ from uma_trio.gateway.batches.run import Later
 from uma_trio.gateway.charging import Account
 from uma_trio.gateway.daemon_client import Daemon
 from uma_trio.gateway.endpoint import Call, Endpoint
-from uma_trio.gateway.errors import LOADING, NO_DAEMON, HttpError, internal_error, invalid, json_refusal
+from uma_trio.gateway.errors import LOADING, NO_DAEMON, AnyKind, HttpError, internal_error, invalid, json_refusal
 from uma_trio.gateway.request_logger import RequestRecord, log
 from uma_trio.processes.large_work import LARGE_BYTES, LargeWork
 from uma_trio.protocol.json_cost import JsonCost
 
 LATER: Final = (429, 502, 503)
 """Statuses of what may work later."""
-OF_THE_DAEMON: Final = (LOADING.code, NO_DAEMON.code, ShuttingDown.code)
-"""Codes of refusals that no request can be the reason of."""
+OF_THE_DAEMON: Final[Container[AnyKind]] = (LOADING, NO_DAEMON, ShuttingDown)
+"""Refusals that no request can be the reason of."""
 LONGEST_WAIT_S: Final = 30.0
 """A longer wait is asked for again: limits of tenants may change meanwhile."""
 RETRY_S: Final = 1.0
@@ -105,7 +105,7 @@ class RowCaller:
             response = call.refuse(error)
             if error.status in LATER:
                 wait_s = RETRY_S if error.retry_after_ms is None else error.retry_after_ms / 1e3
-                may_be_its_fault = error.status != 429 and error.code not in OF_THE_DAEMON
+                may_be_its_fault = error.status != 429 and error.kind not in OF_THE_DAEMON
                 result = _result(row, request_id, response)
                 later = Later(min(wait_s, LONGEST_WAIT_S), result, may_be_its_fault)
         return later or _result(row, request_id, response)

@@ -34,7 +34,7 @@ def error_type(error: HttpError) -> str:
         case 403:
             return "permission_error"
         case 429:
-            return "insufficient_quota" if error.code == QUOTA.code else "rate_limit_error"
+            return "insufficient_quota" if error.kind == QUOTA else "rate_limit_error"
         case 503:
             return "service_unavailable_error"
     return INVALID_REQUEST if error.status < 500 else "server_error"
@@ -44,7 +44,7 @@ def error_code(error: HttpError) -> str:
     """The ``code`` that OpenAI's API gives such an error; our own, if it has none."""
     match error.status:
         case 429:
-            return "insufficient_quota" if error.code == QUOTA.code else "rate_limit_exceeded"
+            return "insufficient_quota" if error.kind == QUOTA else "rate_limit_exceeded"
         case 503:
             return "server_is_overloaded"
     return CODES.get(error.code, error.code if error.status < 500 else "server_error")

@@ -125,7 +125,7 @@ class ResponseEvents(PartRenderer):
 
     def fail(self, error: HttpError) -> bytes:
         """An error in the middle of the stream."""
-        if self._is_stored and error.code in LOST:
+        if self._is_stored and error.kind in LOST:
             return b""
         message = f"{error.message} ({error.code}, request {self._request_id})"
         if error.retry_after_ms is not None:  # clients find the wait by these words

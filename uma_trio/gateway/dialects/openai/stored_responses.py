@@ -201,7 +201,7 @@ async def read_stored(call: Call, info: AnswerInfo, stored: StoredHead) -> Respo
     try:
         return await whole(call.daemon.attach(stored.id), events)
     except HttpError as error:
-        if error.code in LOST:
+        if error.kind in LOST:
             raise
         return events.failure(error)
 

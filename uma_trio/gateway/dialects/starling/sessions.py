@@ -196,7 +196,7 @@ class _KeptEvents(Events):
 
     def fail(self, error: HttpError) -> bytes:
         """An error that ends the answer; where the daemon was lost, the events just end, and the answer goes on."""
-        return b"" if error.code in LOST else super().fail(error)
+        return b"" if error.kind in LOST else super().fail(error)
 
 
 _get, _post = (partial(each, needs_owner=True) for each in (STARLING.get, STARLING.post))
