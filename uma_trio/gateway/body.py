@@ -30,7 +30,6 @@ from uma_trio.protocol.json_cost import SLICE_BYTES, JsonCost
 
 MAX_INCOMPLETE: Final = 8
 """Bodies of the largest size that may be in memory before they are complete.  Smaller ones may be more."""
-BUSY_RETRY_MS: Final = 1000
 DISCARD_S: Final = 1.0
 """How long the answer to a refused request waits for the end of its body, after which the connection can stay open."""
 LINGER_S: Final = 10.0
@@ -96,7 +95,7 @@ class Body:
                         await _count(part, cost)
                     if self._bodies.incomplete_bytes > MAX_INCOMPLETE * self._bodies.max_bytes:
                         message = "too many large requests arrive at once"
-                        raise HttpError(TOO_MANY_BODIES, message, retry_after_ms=BUSY_RETRY_MS)
+                        raise HttpError(TOO_MANY_BODIES, message)
         except (InvalidJson, TooManyValues) as error:
             raise json_refusal(error) from None
         except TimeoutError:

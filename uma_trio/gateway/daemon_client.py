@@ -29,7 +29,7 @@ from uma_trio.client import (
 )
 from uma_trio.config import Config
 from uma_trio.gateway.charging import Account, Charge, begin_charge
-from uma_trio.gateway.errors import NO_DAEMON, NO_DAEMON_RETRY_MS, HttpError, from_client_error
+from uma_trio.gateway.errors import NO_DAEMON, HttpError, from_client_error
 from uma_trio.gateway.peers.messages import Session
 from uma_trio.gateway.peers.moving import Peers
 from uma_trio.gateway.picture_urls import PictureUrls
@@ -442,7 +442,7 @@ class Snapshots:
             except ClientError as error:
                 return from_client_error(error)
         text = f"the daemon does not answer within {TIMEOUT_S:g} s"
-        return HttpError(NO_DAEMON, text, retry_after_ms=NO_DAEMON_RETRY_MS)
+        return HttpError(NO_DAEMON, text)
 
     async def _ask(self) -> dict[str, Any]:
         """Ask over the connection, which stays open only if there is an answer.

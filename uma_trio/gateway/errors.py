@@ -34,6 +34,8 @@ class ErrorKind(NamedTuple):
 
     code: str
     http_status: int
+    retry_after_ms: int | None = None
+    """Delay after which a retry may succeed, unless an error has one of its own."""
 
 
 AnyKind = ErrorKind | type[UmaError]
@@ -62,23 +64,21 @@ OTHER_PEER: Final = ErrorKind("E_GATEWAY_PEER", 421)
 RATE: Final = ErrorKind("E_GATEWAY_RATE", 429)
 QUOTA: Final = ErrorKind("E_GATEWAY_QUOTA", 429)
 TOO_MANY_WRONG_KEYS: Final = ErrorKind("E_GATEWAY_KEY", 429)
-TOO_MANY_FILES: Final = ErrorKind("E_GATEWAY_BUSY", 429)
+TOO_MANY_FILES: Final = ErrorKind("E_GATEWAY_BUSY", 429, retry_after_ms=1000)
 HEADERS_TOO_LARGE: Final = ErrorKind("E_GATEWAY_HEADERS", 431)
 CLIENT_LEFT: Final = ErrorKind("E_GATEWAY_CLIENT_LEFT", 499)
 NO_TOKENIZER_FILE: Final = ErrorKind("E_GATEWAY_NO_FILE", 501)
 BROKEN: Final = ErrorKind("E_GATEWAY_BROKEN", 502)
-LOADING: Final = ErrorKind("E_GATEWAY_LOADING", 503)
-NO_DAEMON: Final = ErrorKind("E_GATEWAY_NO_DAEMON", 503)
-TOO_MANY_BODIES: Final = ErrorKind("E_GATEWAY_BUSY", 503)
+LOADING: Final = ErrorKind("E_GATEWAY_LOADING", 503, retry_after_ms=2000)
+NO_DAEMON: Final = ErrorKind("E_GATEWAY_NO_DAEMON", 503, retry_after_ms=1000)
+TOO_MANY_BODIES: Final = ErrorKind("E_GATEWAY_BUSY", 503, retry_after_ms=1000)
 NO_STORAGE: Final = ErrorKind("E_GATEWAY_STORAGE", 503)
-SILENT_PEER: Final = ErrorKind("E_GATEWAY_PEER", 503)
+SILENT_PEER: Final = ErrorKind("E_GATEWAY_PEER", 503, retry_after_ms=2000)
 """The gateway's own errors, which docs/HTTP.md explains; docs/PROTOCOL-REFERENCE.md has those of the daemon."""
 
 LOST: Final[Container[AnyKind]] = (NO_DAEMON, BROKEN, ShuttingDown)
 """Errors that end the connection to an answer, and not the answer, if it is detached."""
 
-LOADING_RETRY_MS: Final = 2000
-NO_DAEMON_RETRY_MS: Final = 1000
 UNKNOWN_RETRY_MS: Final = 1000
 """Where the daemon cannot estimate the wait."""
 LONGEST_WAIT_S: Final = 60
@@ -93,7 +93,7 @@ class HttpError(Exception):
     Args:
         kind: its code and its HTTP status.
         message: what people read; says what to do.
-        retry_after_ms: delay after which a retry may succeed.
+        retry_after_ms: delay after which a retry may succeed; ``None``: that of the kind, if it has one.
         eta_ms: in how many milliseconds the answer would have been complete, if that is too late.
         parameter: the field of the request that is wrong, if it is one.
     """
@@ -112,6 +112,8 @@ class HttpError(Exception):
         self.code = kind.code
         self.status = kind.http_status
         self.message = message
+        if retry_after_ms is None and isinstance(kind, ErrorKind):
+            retry_after_ms = kind.retry_after_ms
         self.retry_after_ms = retry_after_ms
         self.eta_ms = eta_ms
         self.parameter = parameter
@@ -204,9 +206,9 @@ def from_client_error(error: ClientError) -> HttpError:
         case ServerError():
             return from_failure(error.event)
         case Loading():
-            return HttpError(LOADING, "the model is being loaded; try again soon", retry_after_ms=LOADING_RETRY_MS)
+            return HttpError(LOADING, "the model is being loaded; try again soon")
         case NoServer():
-            return HttpError(NO_DAEMON, f"the daemon is not there: {error.reason}", retry_after_ms=NO_DAEMON_RETRY_MS)
+            return HttpError(NO_DAEMON, f"the daemon is not there: {error.reason}")
     return HttpError(BROKEN, f"the daemon's answer broke off: {error}")
 
 

@@ -15,7 +15,7 @@ from uma_trio.gateway.answer import json_response
 from uma_trio.gateway.dialects.common.shapes import Shape
 from uma_trio.gateway.dialects.starling.dialect import STARLING
 from uma_trio.gateway.endpoint import Call
-from uma_trio.gateway.errors import NO_DAEMON, NO_DAEMON_RETRY_MS, HttpError
+from uma_trio.gateway.errors import NO_DAEMON, HttpError
 
 READY_TIMEOUT_S: Final = 2.0
 """A daemon that does not answer in this time is not ready."""
@@ -55,7 +55,7 @@ async def health_of_daemon(call: Call) -> Health:
             return await call.ask(lambda client: client.health())
     except TimeoutError:
         message = f"the daemon did not answer within {READY_TIMEOUT_S:g} s"
-        raise HttpError(NO_DAEMON, message, retry_after_ms=NO_DAEMON_RETRY_MS) from None
+        raise HttpError(NO_DAEMON, message) from None
 
 
 async def healthz(call: Call) -> Response:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from uma_trio.gateway.body import Body, Refusal
 from uma_trio.gateway.endpoint import Call, parse_fields
-from uma_trio.gateway.errors import BODY_TOO_LARGE, TOO_MANY_FILES, HttpError, invalid, try_again_in
+from uma_trio.gateway.errors import BODY_TOO_LARGE, TOO_MANY_FILES, HttpError, invalid
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
@@ -23,7 +23,6 @@ MAX_FIELD_BYTES: Final = 4096
 """The largest part that is not the file."""
 MAX_FORM_BYTES: Final = 128 * 1024
 """What a body may have besides the file."""
-RETRY_MS: Final = 1000
 FILE: Final = "file"
 """Name of the part that is the file."""
 
@@ -60,8 +59,8 @@ class Arriving:
             HttpError: too many do.
         """
         if self._n[owner] >= self._most:
-            message = f"{self._most} {self._what} arrive already; {try_again_in(RETRY_MS)}"
-            raise HttpError(TOO_MANY_FILES, message, retry_after_ms=RETRY_MS)
+            message = f"{self._most} {self._what} arrive already; try again soon"
+            raise HttpError(TOO_MANY_FILES, message)
         self._n[owner] += 1
         try:
             yield

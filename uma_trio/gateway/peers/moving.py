@@ -31,7 +31,6 @@ LOOK_S: Final = 10.0
 """How long to look for a session at which others look as well."""
 PAUSE_S: Final = (0.02, 0.15)
 """Between two attempts, at random."""
-RETRY_MS: Final = 2000
 MAX_TURNS_BYTES: Final = 1 << 29
 
 
@@ -141,7 +140,7 @@ class Peers:
         log.info("a session cannot be had", session=session.id, reason=reason)
         shown = reason if session.principal is None else "another daemon may have it"
         message = f"session {session.id!r} cannot be had now: {shown}; try again soon"
-        return HttpError(SILENT_PEER, message, retry_after_ms=RETRY_MS, parameter="session_id")
+        return HttpError(SILENT_PEER, message, parameter="session_id")
 
     async def _next_step(self, own: SessionLease, session: Session) -> Next:
         question = PeerQuestion(

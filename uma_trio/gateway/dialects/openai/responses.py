@@ -14,6 +14,7 @@ from msgspec import UNSET, Meta
 from starlette.responses import Response
 
 from uma_trio.gateway.answer import json_response
+from uma_trio.gateway.batches.store import new_id
 from uma_trio.gateway.dialects.common.conversation import (
     NO_REASONING,
     conversation_fields,
@@ -41,7 +42,6 @@ from uma_trio.gateway.dialects.openai.stored_responses import (
     StoredHead,
     find_earlier,
     fork,
-    new_id,
     whole,
 )
 from uma_trio.gateway.dialects.openai.stored_responses import ENDPOINTS as STORED_ENDPOINTS
@@ -198,7 +198,7 @@ def _is_stored(request: ResponsesRequest, session: str | None, *, is_row: bool) 
 
 
 async def _respond_stored(call: Call, request: ResponsesRequest, warnings: list[str]) -> Response:
-    name, model = new_id("resp"), await _model(call, request)
+    name, model = new_id("resp_"), await _model(call, request)
     past = await find_earlier(call, request.previous_response_id, request.conversation, request.model)
     conversation = Conversation(request.instructions, request.new_input(), () if past is None else past.messages)
     fields, sampling = _fields(call, request, conversation, warnings)

@@ -7,7 +7,6 @@ with the answer, so the gateway itself keeps nothing.
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
@@ -20,6 +19,7 @@ from starlette.responses import Response
 from uma_trio.client import AnswerInfo, Event, Transcript
 from uma_trio.errors import AnswerNotFound, SessionBusy, SessionNotFound
 from uma_trio.gateway.answer import json_response
+from uma_trio.gateway.batches.store import new_id
 from uma_trio.gateway.dialects.openai.dialect import OPENAI
 from uma_trio.gateway.dialects.openai.extras import Extras
 from uma_trio.gateway.dialects.openai.response_events import ResponseEvents
@@ -93,11 +93,6 @@ class Earlier(msgspec.Struct):
     """The conversation, which gets the turn; ``None``: a session of the response's name."""
     fork_of: str | None = None
     """The session that the new one begins with."""
-
-
-def new_id(prefix: str) -> str:
-    """An id that nobody else knows."""
-    return f"{prefix}_{secrets.token_hex(16)}"
 
 
 async def find_earlier(call: Call, previous: str | None, conversation: Any, model: str | None) -> Earlier | None:
@@ -252,7 +247,7 @@ async def create_conversation(call: Call) -> Response:
     request, warnings = await call.read(ConversationRequest)
     if request.items:
         raise invalid("a conversation begins empty; send its items as input of the first response", parameter="items")
-    body = ConversationObject(id=new_id("conv"), created_at=int(time.time()), metadata=request.metadata or {})
+    body = ConversationObject(id=new_id("conv_"), created_at=int(time.time()), metadata=request.metadata or {})
     return json_response(body, warnings=warnings)
 
 
