@@ -1,4 +1,4 @@
-"""Files: reads those that a person names with a bound, replaces small ones whole or not at all, brings names to disk."""
+"""Files: reads those that a person names with a bound, replaces small ones whole or not at all, says where ours are."""
 
 from __future__ import annotations
 
@@ -95,3 +95,10 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def state_folder(chosen: Path | None = None) -> Path:
+    """The folder of what outlives a process: ``chosen``, such as the setting ``state_dir``, or where it is by default."""
+    import platformdirs
+
+    return chosen or Path(platformdirs.user_state_dir("uma-trio"))

@@ -6,10 +6,8 @@ import os
 import sys
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 from typing import Protocol
 
-import platformdirs
 import trio
 from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import WordCompleter
@@ -21,6 +19,7 @@ from prompt_toolkit.output import create_output
 
 from uma_trio.cli.stdio import note, read_line, to_text
 from uma_trio.cli.type_ahead import CHANGES, TypeAhead
+from uma_trio.files import state_folder
 
 YES, NO = ("y", "yes"), ("n", "no")
 
@@ -173,7 +172,7 @@ def _key_bindings() -> KeyBindings:
 
 def _history() -> History:
     """The history file, which only its owner can read; in memory if there is no place for a file."""
-    path = Path(platformdirs.user_state_dir("uma-trio")) / "chat_history"
+    path = state_folder() / "chat_history"
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.touch(mode=0o600)

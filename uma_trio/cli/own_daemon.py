@@ -17,10 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Final
 
-import platformdirs
-
 from uma_trio.cli.stdio import note
 from uma_trio.connect import OWN, ClientError, Loading, NoServer, connect_blocking, is_locked
+from uma_trio.files import state_folder
 from uma_trio.processes.interpreter import package_environment, python_module
 
 POLL_S: Final = 0.05
@@ -49,7 +48,7 @@ def used(socket: Path, model: str, *, keep: bool, http: str | None) -> Iterator[
         NoServer: no daemon can be there.
         NotStarted: it has ended; the message says why.
     """
-    folder = Path(platformdirs.user_state_dir("uma-trio"))
+    folder = state_folder()
     name = f"run-{hashlib.sha256(os.fsencode(socket)).hexdigest()[:8]}"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -21,8 +21,9 @@ from uma_trio.daemon.perf_log import PerfLog, perf_log
 from uma_trio.daemon.registry import ModelSpec, Needs
 from uma_trio.daemon.registry.outline import ModelOutline, read_outline
 from uma_trio.daemon.service import ModelService
-from uma_trio.daemon.storage import open_storage, state_dir, storage_name
+from uma_trio.daemon.storage import open_storage, storage_name
 from uma_trio.engine_link.defaults import FLOOR_TOKENS
+from uma_trio.files import state_folder
 from uma_trio.hub.environment import ModelLocations
 from uma_trio.hub.errors import AliasFileError, HubError
 from uma_trio.hub.locate import LocatedModel, find_installed, installed_models
@@ -317,7 +318,7 @@ def make_runtime(config: Config, model: LoadedModel) -> SupervisedRuntime | None
     start = RuntimeStart(
         config.aici,
         model_path(config.model.model),
-        folder=state_dir(config) / "aici",
+        folder=state_folder(config.sessions.state_dir) / "aici",
         n_vocab=info.n_vocab,
         n_rows=info.n_seq_max,
         max_controller_bytes=config.limits.max_controller_bytes,

@@ -42,9 +42,10 @@ from uma_trio.daemon.kv_events.publisher import kv_events
 from uma_trio.daemon.loading import CurrentPerfLog, Opener, specs_of
 from uma_trio.daemon.notifier import Notifier
 from uma_trio.daemon.registry import ModelRegistry
-from uma_trio.daemon.storage import open_answers, state_dir
+from uma_trio.daemon.storage import open_answers
 from uma_trio.daemon.unlocked import stop_when_unlocked
 from uma_trio.errors import BadRequest, ErrorWithRemedy, ShuttingDown, TooManyConnections, UmaError
+from uma_trio.files import state_folder
 from uma_trio.hub.environment import find_model_locations
 from uma_trio.processes.large_work import LargeWork
 from uma_trio.protocol.answers import Health, HealthCheck
@@ -116,7 +117,7 @@ class Server:
             "send_queue_bytes": sum(connection.waiting_bytes for connection in self._connections),
             "pid": os.getpid(),
             "version": uma_trio.__version__,
-            "state_dir": str(state_dir(self.config).absolute()),
+            "state_dir": str(state_folder(self.config.sessions.state_dir).absolute()),
             "uptime_s": round(time.monotonic() - self._started_at, 1),
             "draining": self.draining,
             "perf_log_dropped_total": self._perf.dropped if self._perf is not None else None,

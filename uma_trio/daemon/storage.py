@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Final
 
 import attrs
-import platformdirs
 import structlog
 
 from uma_trio.config import MB, Config
@@ -23,6 +21,7 @@ from uma_trio.daemon.store.answer_folder import AnswerFolder, AnswerFolderError
 from uma_trio.daemon.store.journal import Journal, JournalError
 from uma_trio.daemon.store.picture_folder import PictureFileError, PictureFolder
 from uma_trio.daemon.store.state_folder import StateFileError, StateFolder
+from uma_trio.files import state_folder
 from uma_trio.models.fingerprint import model_fingerprint
 from uma_trio.models.packaged import model_path
 
@@ -44,11 +43,6 @@ class Storage:
     """Encoded pictures."""
 
 
-def state_dir(config: Config) -> Path:
-    """Returns the folder that contains the storage of all models."""
-    return config.sessions.state_dir or Path(platformdirs.user_state_dir("uma-trio"))
-
-
 def storage_name(config: Config) -> str:
     """Returns the name of a model's folder there.  Models with the same content have the same one.  Blocks briefly.
 
@@ -65,7 +59,7 @@ def open_storage(config: Config, model: LoadedModel, name: str) -> Iterator[Stor
     Args:
         name: of its folder.
     """
-    folder = state_dir(config) / name
+    folder = state_folder(config.sessions.state_dir) / name
     with contextlib.ExitStack() as stack:
         journal: Journal | None = None
         files: StateFolder | None = None
@@ -107,7 +101,7 @@ def open_storage(config: Config, model: LoadedModel, name: str) -> Iterator[Stor
 def open_answers(config: Config) -> Iterator[AnswerFolder | None]:
     """Opens the folder of detached answers until the context ends; ``None`` if it cannot be used."""
     try:
-        folder = AnswerFolder(state_dir(config) / "answers")
+        folder = AnswerFolder(state_folder(config.sessions.state_dir) / "answers")
     except AnswerFolderError as error:
         log.warning("detached answers will not survive a restart", reason=str(error), flag="--state-dir")
         yield None

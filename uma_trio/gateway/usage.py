@@ -14,9 +14,8 @@ import sqlite3
 from pathlib import Path
 from typing import Final
 
-import platformdirs
-
 from uma_trio.config import Config
+from uma_trio.files import state_folder
 
 log = logging.getLogger("uma_trio.gateway")
 
@@ -38,7 +37,7 @@ KEPT_PERIODS: Final = 64
 
 def usage_path(config: Config) -> Path:
     """Return the path of the file: next to what else outlives the daemon."""
-    return (config.sessions.state_dir or Path(platformdirs.user_state_dir("uma-trio"))) / "usage.sqlite"
+    return state_folder(config.sessions.state_dir) / "usage.sqlite"
 
 
 class UsageFile:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from uma_trio.cli.doctor.findings import Finding
 from uma_trio.cli.doctor.folders import WrittenFolder, cannot_write, check_folder
 from uma_trio.engine_link.devices import size
+from uma_trio.files import state_folder
 
 if TYPE_CHECKING:
     from uma_trio.config import Config
@@ -113,9 +114,7 @@ def _daemon(path: Path, settings: Config) -> Iterator[Finding]:
 
 def _state_folder(folder: Path, settings: Config) -> Iterator[Finding]:
     """Check the folder of the running daemon, if its own flags have named another one than those of this command."""
-    from uma_trio.daemon.storage import state_dir
-
-    if folder != state_dir(settings).absolute():
+    if folder != state_folder(settings.sessions.state_dir).absolute():
         purpose = "sessions and KV states of the running daemon"
         without = "its sessions end with it"
         yield check_folder(

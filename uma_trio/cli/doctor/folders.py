@@ -13,6 +13,7 @@ import attrs
 
 from uma_trio.cli.doctor.findings import Finding, Verdict
 from uma_trio.config import MB
+from uma_trio.files import state_folder
 
 if TYPE_CHECKING:
     from uma_trio.config import Config
@@ -74,7 +75,6 @@ def check_runtime_folder() -> Iterator[Finding]:
 
 def check_folders(settings: Config) -> Iterator[Finding]:
     """Check every folder that a daemon with these settings writes, except for the one of its socket."""
-    from uma_trio.daemon.storage import state_dir
     from uma_trio.engine_link.tuning_cache import cost_folder
 
     sessions, operations = settings.sessions, settings.operations
@@ -82,7 +82,7 @@ def check_folders(settings: Config) -> Iterator[Finding]:
         WrittenFolder(
             name="state",
             purpose="sessions and KV states",
-            path=state_dir(settings),
+            path=state_folder(settings.sessions.state_dir),
             setting="--state-dir",
             without="sessions end with the daemon",
             limit_mb=sessions.offload_max_mb if sessions.offload else 0,

@@ -14,9 +14,10 @@ import anyio.to_thread
 import attrs
 
 from uma_trio.config import MB, Config
+from uma_trio.files import state_folder
 from uma_trio.gateway.batches.row_caller import RowCaller
 from uma_trio.gateway.batches.rows import RowReader
-from uma_trio.gateway.batches.store import Full, Store, store_folder
+from uma_trio.gateway.batches.store import Full, Store
 from uma_trio.gateway.batches.worker import Worker
 from uma_trio.gateway.charging import Account
 from uma_trio.gateway.endpoint import UNKNOWN_PRINCIPAL, Call, Endpoint
@@ -67,7 +68,11 @@ class BatchService:
             found = {} if now is None else {tenant.principal.name: tenant for tenant in now.by_name.values()}
             return Account(found[owner], limiter, config.limits.default_max_tokens)
 
-        store = Store(store_folder(config), max_bytes=config.files.max_files_mb * MB, max_files=config.files.max_files)
+        store = Store(
+            state_folder(config.sessions.state_dir) / "files",
+            max_bytes=config.files.max_files_mb * MB,
+            max_files=config.files.max_files,
+        )
         caller = RowCaller.of(endpoints, config, large_work)
         reader = reader_of(config, endpoints)
         socket = str(Path(socket_path(config.listen.socket)).absolute())

@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
 import msgspec
-import platformdirs
 
-from uma_trio.config import Config
 from uma_trio.files import sync_folder
 
 VERSION: Final = 1
@@ -103,11 +101,6 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
 class Full(Exception):
     """A principal keeps as much as it may.  The message says what to do."""
-
-
-def store_folder(config: Config) -> Path:
-    """Return the folder: next to what else outlives the daemon."""
-    return (config.sessions.state_dir or Path(platformdirs.user_state_dir("uma-trio"))) / "files"
 
 
 def new_id(kind: str) -> str:

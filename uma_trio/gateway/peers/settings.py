@@ -8,10 +8,9 @@ from typing import Final
 from urllib.parse import urlsplit
 
 import attrs
-import platformdirs
 
 from uma_trio.config import MB, Config, Http
-from uma_trio.files import read_text
+from uma_trio.files import read_text, state_folder
 from uma_trio.protocol.address import InvalidAddress, http_address
 
 MIN_SECRET_CHARS: Final = 32
@@ -47,8 +46,13 @@ class PeerSettings:
         if not http.peers:
             return None
         secret = _secret_in(http.peers_key)
-        state = config.sessions.state_dir or Path(platformdirs.user_state_dir("uma-trio"))
-        return cls(_urls_of(http), _own_url_of(http), secret, state / "incoming", config.sessions.offload_max_mb * MB)
+        return cls(
+            _urls_of(http),
+            _own_url_of(http),
+            secret,
+            state_folder(config.sessions.state_dir) / "incoming",
+            config.sessions.offload_max_mb * MB,
+        )
 
 
 def _secret_in(file: Path | None) -> bytes:
