@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import typing
+
 import attrs
 import msgspec
 from click.testing import CliRunner
@@ -10,7 +12,7 @@ from tests.gateway.conftest import Gateway
 from uma_trio.cli import main
 from uma_trio.cli.explain import in_words
 from uma_trio.gateway.dialects.starling.shapes import ExplainedPrompt
-from uma_trio.protocol.usage import Explanation
+from uma_trio.protocol.usage import Explanation, Obstacle
 
 RULES = "You answer briefly, in whole sentences, and you never joke. " * 6
 
@@ -58,6 +60,12 @@ def test_what_is_cached_from_before_the_start_begins_like_no_prompt_that_is_know
     new = Explanation(request_id="r", reason="new", prompt_tokens=20, cached_tokens=0, common_tokens=0)
     assert in_words(new)[1] == "no earlier prompt that is known begins like it"
     assert "nothing is known of the prompt that they belonged to" in in_words(attrs.evolve(new, cached_tokens=19))[1]
+
+
+def test_each_obstacle_has_words() -> None:
+    found = Explanation(request_id="r", reason="not_shared", prompt_tokens=60, cached_tokens=0, common_tokens=42)
+    texts = {in_words(attrs.evolve(found, obstacle=each))[2] for each in typing.get_args(Obstacle)}
+    assert len(texts) == len(typing.get_args(Obstacle)) > 1
 
 
 def test_nothing_is_known_of_other_requests(gateway: Gateway) -> None:
