@@ -145,7 +145,7 @@ class Forecaster:
     def report(self) -> list[tuple[Answer, DeadlineMissed]]:
         """Send forecasts to those who asked for them and have none yet, or one that has changed much.
 
-        Call it when a request has come, and in every tick.  Mostly it does nothing.
+        Call it in every tick, and when a request has come that waits or has a deadline.  Mostly it does nothing.
 
         Returns:
             New answers that will miss their deadlines, each with the error that says so.

@@ -9,6 +9,7 @@ Source: docs/ARCHITECTURE.md, "A tick".
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Final
@@ -184,13 +185,14 @@ class Scheduler:
                 send_prompt(answer)
         if known is not None:
             self._replay(known)
-        self._report_forecasts()
+        has_place = any(each in self._running for each in answers) or self._running.room().has_spare
+        if not has_place or answers[0].deadline_at < math.inf:  # otherwise a tick reports, while its prompt is computed
+            self._report_forecasts()
         for answer in answers:
             if answer.state is not State.FINISHED:
                 self._forecaster.arrived(answer)
         if answers[0].priority is not Priority.BACKGROUND:
             self._steps.interrupt()
-        has_place = any(each in self._running for each in answers) or self._running.room().has_spare
         if has_place or self._waiting.preempts_at <= trio.current_time():
             self.wake()
         else:  # without a place it is in no step
