@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -235,8 +236,8 @@ class StreamedAnswer(Response, Generic[Item]):
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(stream)
-            tasks.start_soon(self._keep_alive, send)
-            await _cancel_on_disconnect(receive, tasks.cancel_scope)
+            await self._keep_alive(receive, send)
+            tasks.cancel_scope.cancel()
         for refusal in refusals:
             await refusal(scope, receive, send)
 
@@ -268,15 +269,16 @@ class StreamedAnswer(Response, Generic[Item]):
         if data:
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
-    async def _keep_alive(self, send: Send) -> None:
-        if not self._renderer.keep_alive_frame:
-            return
-        self._written_at = anyio.current_time()
+    async def _keep_alive(self, receive: Receive, send: Send) -> None:
+        """Send comments while there is nothing else to send, until the client leaves."""
+        frame, self._written_at = self._renderer.keep_alive_frame, anyio.current_time()
         while True:
-            if (left_s := self._written_at + self._keep_alive_s - anyio.current_time()) > 0:
-                await anyio.sleep(left_s)
-            else:
-                await self._write(send, self._renderer.keep_alive_frame)
+            due_at = self._written_at + self._keep_alive_s if frame else math.inf
+            with anyio.CancelScope(deadline=due_at):
+                await _disconnect(receive)
+                return
+            if anyio.current_time() >= self._written_at + self._keep_alive_s:
+                await self._write(send, frame)
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
@@ -302,6 +304,11 @@ async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
 
 
 async def _cancel_on_disconnect(receive: Receive, scope: anyio.CancelScope) -> None:
+    await _disconnect(receive)
+    scope.cancel()
+
+
+async def _disconnect(receive: Receive) -> None:
+    """Wait until the client leaves."""
     while (await receive())["type"] != "http.disconnect":
         pass  # the body has been read already
-    scope.cancel()
