@@ -64,11 +64,9 @@ def test_parameters_of_queries_are_documented() -> None:
         "interval_ms": {"type": "integer", "minimum": 50, "maximum": 60_000, "default": 250},
     }
     assert parameters("/v1/responses/{id}")["stream"] == {"type": "boolean", "default": False}
-    assert parameters("/v1/models") == {  # those of Anthropic's API, which has the same path
-        "limit": {"type": "integer", "minimum": 1, "maximum": 1000},
-        "after_id": {"type": "string"},
-        "before_id": {"type": "string"},
-    }
+    assert parameters("/v1/models") == {key: {"type": "string"} for key in ("limit", "after_id", "before_id")}, (
+        "those of Anthropic's API, which has the same path, do not bind other clients"
+    )
     assert set(parameters("/v1/controllers/{module_id}", "delete")) == {"owner"}
 
 

@@ -114,19 +114,18 @@ def _operation(endpoint: Endpoint, schema_of: dict[Any, dict[str, Any]]) -> dict
 
 
 def _query_parameters(endpoint: Endpoint) -> Iterator[dict[str, Any]]:
-    """The parameters of the query string, of other dialects at the same path as well."""
-    for query in filter(None, (each.query for each in (endpoint, *endpoint.others))):
-        _, components = msgspec.json.schema_components([query], ref_template=REFERENCE)
-        for name, schema in components[query.__name__]["properties"].items():
-            [kind] = [each for each in schema.pop("anyOf", [{}]) if each != {"type": "null"}]  # it cannot say null
-            schema = {each: value for each, value in {**schema, **kind}.items() if (each, value) != ("default", None)}
-            yield {
-                "name": name,
-                "in": "query",
-                "required": False,
-                "description": schema.pop("description", ""),
-                "schema": schema,
-            }
+    """The parameters of the query string.  Those of another dialect at the same path only count with its header."""
+    for each in (endpoint, *endpoint.others):
+        if each.query is None:
+            continue
+        _, components = msgspec.json.schema_components([each.query], ref_template=REFERENCE)
+        for name, schema in components[each.query.__name__]["properties"].items():
+            [kind] = [kind for kind in schema.pop("anyOf", [{}]) if kind != {"type": "null"}]  # it cannot say null
+            schema = {key: value for key, value in {**schema, **kind}.items() if (key, value) != ("default", None)}
+            description = schema.pop("description", "")
+            if each is not endpoint:
+                description, schema = f"Only with the header {each.dialect.header}.", {"type": "string"}
+            yield {"name": name, "in": "query", "required": False, "description": description, "schema": schema}
 
 
 def _answer(endpoint: Endpoint, media_type: str, schema_of: dict[Any, dict[str, Any]]) -> dict[str, Any]:
