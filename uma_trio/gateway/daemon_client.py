@@ -265,7 +265,7 @@ class Daemon:
             async with send, at_a_time:
                 try:
                     async for batch in self.generate(fields):
-                        await send.send([_moved(event, first_index) for event in batch])
+                        await send.send([_shift_index(event, first_index) for event in batch])
                 except HttpError as error:
                     await send.send(error)
 
@@ -388,7 +388,7 @@ class Daemon:
         return await self._snapshots.latest()
 
 
-def _moved(event: Event, first_index: int) -> Event:
+def _shift_index(event: Event, first_index: int) -> Event:
     """The event with an ``index`` that counts from ``first_index``."""
     if isinstance(event, Token | Reasoning | ToolCallDelta | PrefillProgress | Eos):
         return attrs.evolve(event, index=first_index + (event.index or 0))

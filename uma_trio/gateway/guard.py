@@ -196,7 +196,7 @@ class Guard:
         tenants = self.tenants.now()
         if tenants is None:
             return None
-        keys = list(_presented(headers))
+        keys = list(_keys_in(headers))
         sender = next((tenant for tenant in map(tenants.find, keys) if tenant is not None), None)
         if sender is None and path_of(scope) not in self.open_paths:
             raise self._refused_key(scope) if keys else HttpError(NO_KEY, KEY_MISSING)
@@ -254,7 +254,7 @@ def _check_headers(scope: Scope) -> None:
         )
 
 
-def _presented(headers: Headers) -> Iterable[str]:
+def _keys_in(headers: Headers) -> Iterable[str]:
     """The API keys that a request presents; some clients send both headers."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and key.strip():
