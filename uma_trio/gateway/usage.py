@@ -16,6 +16,7 @@ from typing import Final
 
 from uma_trio.config import Config
 from uma_trio.files import state_folder
+from uma_trio.gateway.database import check_version, open_database
 
 log = logging.getLogger("uma_trio.gateway")
 
@@ -136,18 +137,8 @@ def _open(path: Path) -> sqlite3.Connection:
 
 def _connect(path: Path | None) -> sqlite3.Connection:
     """Open the file; ``None`` is one in memory."""
-    if path is not None:
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-    connection = sqlite3.connect(path or ":memory:", timeout=LOCK_TIMEOUT_S, isolation_level=None)
+    connection = open_database(path, [SCHEMA], VERSION, timeout_s=LOCK_TIMEOUT_S, synchronous="OFF")
     try:
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = OFF")
-        if _version(connection) == 0:
-            with connection:
-                connection.execute("BEGIN IMMEDIATE")
-                if _version(connection) == 0 and not connection.execute("SELECT * FROM sqlite_schema").fetchone():
-                    connection.execute(SCHEMA)
-                    connection.execute(f"PRAGMA user_version = {VERSION}")
         _check(connection)
     except BaseException:
         connection.close()
@@ -155,13 +146,8 @@ def _connect(path: Path | None) -> sqlite3.Connection:
     return connection
 
 
-def _version(connection: sqlite3.Connection) -> int:
-    return int(connection.execute("PRAGMA user_version").fetchone()[0])
-
-
 def _check(connection: sqlite3.Connection) -> None:
-    if (version := _version(connection)) != VERSION:
-        raise sqlite3.DatabaseError(f"its format version is {version}, and this version of uma-trio reads {VERSION}")
+    check_version(connection, VERSION)
     if (
         found := connection.execute("PRAGMA quick_check(1)").fetchone()[0]
     ) != "ok":  # SQLite reads a torn file as zeros

@@ -19,6 +19,7 @@ from typing import Any, Final, Literal, TypeVar
 import msgspec
 
 from uma_trio.files import sync_folder
+from uma_trio.gateway.database import open_database
 
 VERSION: Final = 1
 """SQLite's ``user_version``."""
@@ -336,7 +337,14 @@ class Store:
         with self._lock:
             if self._opened is None:
                 self._make_folders()
-                self._opened = _connect(self._database)
+                self._opened = open_database(
+                    self._database,
+                    SCHEMA,
+                    VERSION,
+                    timeout_s=LOCK_TIMEOUT_S,
+                    synchronous="FULL",  # an answer to a client says that it is on the disk
+                    check_same_thread=False,
+                )
             self._opened.execute("BEGIN IMMEDIATE")
             with self._opened:
                 yield self._opened
@@ -347,24 +355,3 @@ def _insert_file(connection: sqlite3.Connection, file: StoredFile) -> None:
         "INSERT OR REPLACE INTO files (id, owner, purpose, bytes, expires_at, content) VALUES (?, ?, ?, ?, ?, ?)",
         (file.id, file.owner, file.purpose, file.bytes, file.expires_at, msgspec.json.encode(file)),
     )
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-    connection = sqlite3.connect(path, timeout=LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False)
-    try:
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = FULL")  # an answer to a client says that it is on the disk
-        connection.execute("BEGIN IMMEDIATE")
-        with connection:
-            (version,) = connection.execute("PRAGMA user_version").fetchone()
-            if version == 0:
-                for statement in SCHEMA:
-                    connection.execute(statement)
-                connection.execute(f"PRAGMA user_version = {VERSION}")
-            elif version != VERSION:
-                raise sqlite3.DatabaseError(f"{path} has the format {version}, and this version reads {VERSION}")
-    except BaseException:
-        connection.close()
-        raise
-    return connection

@@ -8,6 +8,7 @@ from uma_trio.gateway.answer import NDJSON
 from uma_trio.gateway.dialects.common.fields import names_of
 from uma_trio.gateway.dialects.common.tools import TOOL_NAMES
 from uma_trio.gateway.endpoint import Call, Dialect
+from uma_trio.gateway.errors import invalid
 from uma_trio.protocol.answers import ModelDescription
 
 LATEST: Final = ":latest"
@@ -40,6 +41,17 @@ OLLAMA: Final = Dialect(
 def model_name(name: str | None) -> str | None:
     """The daemon's name of a model; ``None`` for the default one."""
     return name.removesuffix(LATEST) if name else None
+
+
+def require_name(name: str | None) -> str:
+    """The daemon's name of a model.
+
+    Raises:
+        HttpError: none is given.
+    """
+    if not (found := model_name(name)):
+        raise invalid("model is required", parameter="model")
+    return found
 
 
 def ollama_name(name: str) -> str:

@@ -23,7 +23,7 @@ from starlette.responses import Response
 from uma_trio.errors import ModelNotFound
 from uma_trio.gateway.answer import NDJSON, Renderer, encode, json_line, json_response
 from uma_trio.gateway.dialects.common.shapes import Warned
-from uma_trio.gateway.dialects.ollama.dialect import OLLAMA, model_name
+from uma_trio.gateway.dialects.ollama.dialect import OLLAMA, require_name
 from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import INVALID_MODEL, MODEL_IN_USE, AnyKind, HttpError, internal_error, invalid
 from uma_trio.gateway.request_logger import log
@@ -100,7 +100,7 @@ class CreateRequest(msgspec.Struct):
 async def pull(call: Call) -> Response:
     """Download a model, unless it is here.  With ``stream`` a line says how far each of its files is."""
     request, warnings = await call.read(PullRequest)
-    name = _require(request.model or request.name)
+    name = require_name(request.model or request.name)
     lines = _run(call, action="pull", model=name)
     if request.stream:
         return call.stream_events(lines, _Lines(call.id, name))
@@ -111,7 +111,7 @@ async def pull(call: Call) -> Response:
 async def delete(call: Call) -> Response:
     """Forget a further name of a model, or delete a model that was downloaded."""
     request, _ = await call.read(DeleteRequest)
-    name = _require(request.model or request.name)
+    name = require_name(request.model or request.name)
     try:
         await _all(_run(call, action="delete", model=name, in_use=await _files_in_use(call)))
     except HttpError as error:
@@ -125,7 +125,7 @@ async def delete(call: Call) -> Response:
 async def copy(call: Call) -> Response:
     """Give a model a further name."""
     request, _ = await call.read(CopyRequest)
-    source, destination = _require(request.source), _require(request.destination)
+    source, destination = require_name(request.source), require_name(request.destination)
     await _all(_run(call, action="copy", model=source, new_name=destination))
     return Response()
 
@@ -142,18 +142,11 @@ async def create(call: Call) -> Response:
             )
     if request.from_ is None:
         raise invalid("from is missing; name the model that gets another name", parameter="from")
-    name = _require(request.model or request.name)
-    await _all(_run(call, action="copy", model=_require(request.from_), new_name=name))
+    name = require_name(request.model or request.name)
+    await _all(_run(call, action="copy", model=require_name(request.from_), new_name=name))
     if request.stream:
         return Response(_line(status="success"), media_type=NDJSON)
     return json_response(Status(status="success"), warnings=warnings)
-
-
-def _require(name: str | None) -> str:
-    found = model_name(name)
-    if not found:
-        raise invalid("model is required", parameter="model")
-    return found
 
 
 async def _files_in_use(call: Call) -> list[str]:

@@ -11,10 +11,9 @@ from starlette.responses import Response
 
 from uma_trio.gateway.answer import json_response
 from uma_trio.gateway.dialects.common.shapes import iso_time
-from uma_trio.gateway.dialects.ollama.dialect import OLLAMA, find_model, ollama_name
+from uma_trio.gateway.dialects.ollama.dialect import OLLAMA, find_model, ollama_name, require_name
 from uma_trio.gateway.dialects.ollama.shapes import Details, Listed, ModelTags, Shown, Version
 from uma_trio.gateway.endpoint import Call
-from uma_trio.gateway.errors import invalid
 from uma_trio.protocol.answers import ModelDescription
 
 FOREVER: Final = "2318-01-01T00:00:00Z"
@@ -102,10 +101,7 @@ def _entry(model: ModelDescription, **more: Any) -> Listed:
 async def show(call: Call) -> Response:
     """What is known about one model.  The context is that of a request, which may be less than the trained one."""
     request, warnings = await call.read(ShowRequest)
-    name = request.model or request.name
-    if not name:
-        raise invalid("model is required", parameter="model")
-    model = await find_model(call, name)
+    model = await find_model(call, require_name(request.model or request.name))
     return json_response(
         Shown(
             modelfile=f"FROM {model.name}",

@@ -8,15 +8,15 @@ from uma_trio.errors import BadRequest, ContextTooSmall, MaxTokensTooLarge, Mode
 from uma_trio.gateway.dialects.common.fields import names_of
 from uma_trio.gateway.dialects.openai.constraints import CONSTRAINT_NAMES
 from uma_trio.gateway.endpoint import Dialect
-from uma_trio.gateway.errors import QUOTA, HttpError
+from uma_trio.gateway.errors import NO_KEY, NO_PATH, QUOTA, WRONG_METHOD, HttpError
 
 INVALID_REQUEST: Final = "invalid_request_error"
 """The ``type`` of most errors that are up to the client."""
 
 CODES: Final = {
-    "E_GATEWAY_KEY": "invalid_api_key",
-    "E_GATEWAY_METHOD": "method_not_supported",
-    "E_GATEWAY_NOT_FOUND": "unknown_url",
+    NO_KEY.code: "invalid_api_key",
+    WRONG_METHOD.code: "method_not_supported",
+    NO_PATH.code: "unknown_url",
     MaxTokensTooLarge.code: "invalid_value",
     BadRequest.code: "invalid_value",
     ContextTooSmall.code: "context_length_exceeded",
