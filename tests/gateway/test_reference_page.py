@@ -37,6 +37,9 @@ def test_a_request_has_its_fields_with_types_and_descriptions(gateway: Gateway) 
     assert takes["top_k"]["type"] == "integer"
     assert takes["top_k"]["description"]
     assert {each["name"] for each in chat["gives"]} >= {"id", "choices", "usage"}
+    [stored] = [each for each in groups["OpenAI"] if each["path"] == "/v1/responses/{id}" and each["method"] == "GET"]
+    shown = {each["name"]: (each["type"], each["is_required"]) for each in stored["parameters"]}
+    assert shown == {"id": ("string", True), "stream": ("boolean", False), "starting_after": ("integer", False)}
 
 
 @pytest.mark.parametrize(

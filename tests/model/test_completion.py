@@ -107,10 +107,14 @@ def test_files_are_completed(folder: Path, name: str) -> None:
         assert "notes.txt" not in text or text.index("my") < text.index("notes.txt"), "GGUF files come first"
 
 
+STORED = f"resp_{'0' * 32}"
+"""The session of a stored response."""
+
+
 @pytest.fixture(scope="module")
 def chatted(library: None) -> Iterator[Daemon]:
     with real_daemon() as daemon:
-        for session in ("cooking", "travel plans", "a:b"):
+        for session in ("cooking", STORED, "travel plans", "a:b"):
             daemon.ask(prompt="Hello", session_id=session, max_tokens=1)
         yield daemon
 
@@ -149,6 +153,7 @@ def test_a_session_is_offered_once_and_the_last_used_first(chatted: Daemon, fold
     assert completions(line, folder) == ["a:b", "travel plans", "cooking"]
     assert completions(f"{line} cooking ", folder) == ["a:b", "travel plans"]
     assert completions(f"{line} 'travel p", folder) == ["travel plans"]
+    assert completions(f"{line} resp", folder) == [STORED], "but not to those who have typed nothing"
 
 
 def test_without_a_daemon_no_session_is_offered_and_nothing_is_started(folder: Path) -> None:

@@ -171,6 +171,7 @@ def any_file(context: click.Context, parameter: click.Parameter, incomplete: str
 
 def session_name(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """A session of the running daemon, the most recently used first; nothing if none runs or it does not answer at once."""
+    from uma_trio.cli.listed import STORED_RESPONSE
     from uma_trio.connect import ClientError, is_locked, query
     from uma_trio.protocol.address import socket_path
 
@@ -190,5 +191,6 @@ def session_name(context: click.Context, parameter: click.Parameter, incomplete:
         for session in sessions
         if (name := session["session_id"]).startswith(incomplete)
         and name.isprintable()
+        and (incomplete or not STORED_RESPONSE.fullmatch(name))
         and not (isinstance(already, tuple) and name in already)
     ]
