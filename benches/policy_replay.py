@@ -75,7 +75,7 @@ def fitted(run: Run) -> tuple[Device, float, float]:
     return device, statistics.mean(gaps) if gaps else 0.0, error
 
 
-def requests_of(run: Run, limits: Scheduling) -> list[Request]:
+def requests_of(run: Run, settings: Scheduling) -> list[Request]:
     """The requests of a run, by arrival; what they found in the KV cache is no part of their prompts."""
     records = sorted((each for each in run.requests if each.completion_tokens), key=lambda each: each.arrived_s)
     if not records:
@@ -86,7 +86,7 @@ def requests_of(run: Run, limits: Scheduling) -> list[Request]:
             max(1, each.prompt_tokens - each.cached_tokens),
             each.completion_tokens,
             each.arrived_s - start,
-            (limits.background_itl_ms if each.priority == "background" else limits.target_itl_ms) / 1e3,
+            (settings.background_itl_ms if each.priority == "background" else settings.target_itl_ms) / 1e3,
             Priority[each.priority.upper()],
             each.principal,
             n_context=each.cached_tokens,
@@ -143,11 +143,11 @@ def show(log: Figures, simulated: Figures) -> str:
 
 def replay(run: Run, seed: int) -> tuple[Figures, Figures, Device, float]:
     """Figures of the log and of its simulation, the device, and the relative error of its ticks."""
-    limits = msgspec.convert(run.header.scheduling, Scheduling)
+    settings = msgspec.convert(run.header.scheduling, Scheduling)
     device, host_ms, error = fitted(run)
-    requests = requests_of(run, limits)
+    requests = requests_of(run, settings)
     tokens = [request.n_to_generate for request in requests]
-    policy = UmaTrio(device, limits)
+    policy = UmaTrio(device, settings)
     outcome = simulate(device, policy, requests, noise=error, seed=seed, on_finished=lambda _: None, host_ms=host_ms)
     return of_log(run.requests), of_simulation(outcome, tokens), device, error
 

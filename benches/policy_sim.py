@@ -199,7 +199,7 @@ class Request:
         return SequenceView(self.seq_id, self.n_pending, self.n_context, self.due_s, self.priority, self.principal)
 
 
-def arrivals(device: Device, n: int, load: float, limits: Scheduling, seed: int) -> list[Request]:
+def arrivals(device: Device, n: int, load: float, settings: Scheduling, seed: int) -> list[Request]:
     """``n`` requests at ``load`` times the rate that the device can serve."""
     rng = random.Random(seed)
     mean_ms = sum(share * device.request_ms(prompt, tokens) for share, prompt, tokens in SIZES.values())
@@ -211,23 +211,23 @@ def arrivals(device: Device, n: int, load: float, limits: Scheduling, seed: int)
         [priority] = rng.choices(classes, shares)
         [principal] = rng.choices(range(PRINCIPALS), activity)
         _, prompt, tokens = SIZES[priority]
-        target_ms = limits.background_itl_ms if priority is Priority.BACKGROUND else limits.target_itl_ms
+        target_ms = settings.background_itl_ms if priority is Priority.BACKGROUND else settings.target_itl_ms
         n_prompt, n_tokens = _random_size(rng, prompt), _random_size(rng, tokens)
         found.append(Request(n_prompt, n_tokens, now, target_ms / 1e3, priority, str(principal)))
     return found
 
 
-def mixed_load(limits: Scheduling) -> list[Request]:
+def mixed_load(settings: Scheduling) -> list[Request]:
     """Streams, and long prompts after a while."""
-    target_s = limits.target_itl_ms / 1e3
+    target_s = settings.target_itl_ms / 1e3
     streams = [Request(20, 400, 0.0, target_s, Priority.INTERACTIVE, "0") for _ in range(8)]
     prompts = [Request(4040, 64, 0.5 + 0.3 * n, target_s, Priority.NORMAL, "0") for n in range(6)]
     return [*streams, *prompts]
 
 
-def burst(n: int, limits: Scheduling, seed: int) -> list[Request]:
+def burst(n: int, settings: Scheduling, seed: int) -> list[Request]:
     """``n`` requests of 50 to 200 prompt tokens that arrive at once, each for 100 tokens."""
-    rng, target_s = random.Random(seed), limits.target_itl_ms / 1e3
+    rng, target_s = random.Random(seed), settings.target_itl_ms / 1e3
     return [Request(rng.randint(50, 200), 100, 0.0, target_s, Priority.NORMAL, "0") for _ in range(n)]
 
 
@@ -237,9 +237,9 @@ AGENT_TURNS, AGENT_PROMPT, AGENT_STEP, AGENT_ANSWER, AGENT_THINKING_S = 8, 6000,
 TOKENS_OF_REQUEST = 100_000
 
 
-def agents(limits: Scheduling, n: int) -> list[Request]:
+def agents(settings: Scheduling, n: int) -> list[Request]:
     """``n`` agents, next to four streams and prompts that come once, one every 0.8 s."""
-    target_s = limits.target_itl_ms / 1e3
+    target_s = settings.target_itl_ms / 1e3
     found = [Request(20, 1200, 0.0, target_s, Priority.INTERACTIVE, "0") for _ in range(4)]
     found += [Request(4040, 64, 0.5 + 0.8 * n, target_s, Priority.NORMAL, "1") for n in range(20)]
     for number in range(n):
@@ -336,8 +336,8 @@ class UmaTrio:
     runs_ahead = True
     """A request that arrives while a step computes is in the step after the next one."""
 
-    def __init__(self, device: Device, limits: Scheduling, measured: PrefillCurves | None = None) -> None:
-        self._device, self._limits, self._state = device, limits, PolicyState()
+    def __init__(self, device: Device, settings: Scheduling, measured: PrefillCurves | None = None) -> None:
+        self._device, self._settings, self._state = device, settings, PolicyState()
         self._queues: dict[tuple[Priority, str], deque[Request]] = {}
         self._active: Counter[str] = Counter()
         self.cost = CostModel() if measured is None else CostModel().with_curves(measured)
@@ -375,7 +375,7 @@ class UmaTrio:
                 now_s=now_s,
                 cost=self.cost,
                 max_tokens=self._device.n_batch,
-                limits=self._limits,
+                settings=self._settings,
                 attention=attention,
             )
         )
@@ -397,7 +397,7 @@ class FillBatch:
     name = "fill the batch"
     runs_ahead = False
 
-    def __init__(self, device: Device, limits: Scheduling) -> None:
+    def __init__(self, device: Device, settings: Scheduling) -> None:
         self._n_batch = device.n_batch
         self._queue: deque[Request] = deque()
 
@@ -658,7 +658,7 @@ def _rounded(value: float | None, digits: int = 2) -> float | None:
 
 def plan_time_ms(n_decodes: int, n_prefills: int, *, calls: int = 500) -> list[float]:
     """Milliseconds of each ``plan()`` call with so many ready sequences, on a known device."""
-    limits, cost, state = Scheduling(), CostModel(), PolicyState()
+    settings, cost, state = Scheduling(), CostModel(), PolicyState()
     decodes = [
         SequenceView(i, n_context=500, due_s=0.1, principal=str(i % 4), priority=Priority(i % 2))
         for i in range(n_decodes)
@@ -670,7 +670,7 @@ def plan_time_ms(n_decodes: int, n_prefills: int, *, calls: int = 500) -> list[f
     times = []
     for _ in range(calls):
         began = time.thread_time()
-        chosen = plan(Tick(decodes, prefills, state, now_s=0.0, cost=cost, max_tokens=2048, limits=limits))
+        chosen = plan(Tick(decodes, prefills, state, now_s=0.0, cost=cost, max_tokens=2048, settings=settings))
         times.append(1e3 * (time.thread_time() - began))
         state = chosen.state
     return times
@@ -738,7 +738,7 @@ def main(
     """Simulate the scheduler with thousands of streams, and compare it with filling each batch."""
     click.echo("\n".join(machine()))
     click.echo(f"devices   simulated; load {load:g}, noise {noise:g}, target_itl_ms {target_itl_ms:g}, seed {seed}\n")
-    limits = Scheduling(target_itl_ms=target_itl_ms)
+    settings = Scheduling(target_itl_ms=target_itl_ms)
     starved: list[str] = []
     rows: list[tuple[object, ...]] = []
     for name in names:
@@ -746,17 +746,17 @@ def main(
         device = attrs.evolve(device, parallel=max(device.parallel, at_once))
         for make in (UmaTrio, FillBatch) if rival else (UmaTrio,):
             if n_agents:
-                these = agents(limits, n_agents)
+                these = agents(settings, n_agents)
             elif at_once:
-                these = burst(at_once, limits, seed)
+                these = burst(at_once, settings, seed)
             elif mixed:
-                these = mixed_load(limits)
+                these = mixed_load(settings)
             else:
-                these = arrivals(device, requests or REQUESTS[name], load, limits, seed)
+                these = arrivals(device, requests or REQUESTS[name], load, settings, seed)
             policy = (
-                UmaTrio(device, limits, curves(device, noise) if curve else None)
+                UmaTrio(device, settings, curves(device, noise) if curve else None)
                 if make is UmaTrio
-                else make(device, limits)
+                else make(device, settings)
             )
             with click.progressbar(length=len(these), label=f"{name}, {make.name}", file=sys.stderr) as bar:
                 outcome = simulate(

@@ -403,7 +403,7 @@ POLICIES: Final[dict[str, Callable[[Sequence[Worker]], Router]]] = {
 # -- the simulation ----------------------------------------------------------------------------
 
 
-def simulate(workers: Sequence[Worker], router: Router, first: Sequence[Turn], limits: Scheduling) -> list[Turn]:
+def simulate(workers: Sequence[Worker], router: Router, first: Sequence[Turn], settings: Scheduling) -> list[Turn]:
     """Serve all conversations; returns their requests in the order of their arrival."""
     order, served = itertools.count(), []
     events: list[tuple[float, int, Turn | Worker]] = [(turn.arrived_s, next(order), turn) for turn in first]
@@ -413,7 +413,7 @@ def simulate(workers: Sequence[Worker], router: Router, first: Sequence[Turn], l
         if isinstance(what, Turn):
             served.append(what)
             worker = router.choose(what, now)
-            worker.queue(what, limits.target_itl_ms / 1e3)
+            worker.queue(what, settings.target_itl_ms / 1e3)
         else:
             worker = what
             for turn in worker.end(now):
@@ -425,11 +425,11 @@ def simulate(workers: Sequence[Worker], router: Router, first: Sequence[Turn], l
     return served
 
 
-def workers_of(device: Device, n: int, limits: Scheduling, seed: int) -> list[Worker]:
+def workers_of(device: Device, n: int, settings: Scheduling, seed: int) -> list[Worker]:
     """Daemons that have served nothing."""
     return [
         Worker(
-            number, device, Cache(CELLS[device.name]), UmaTrio(device, limits), random.Random(f"{seed} {number}"),
+            number, device, Cache(CELLS[device.name]), UmaTrio(device, settings), random.Random(f"{seed} {number}"),
             free=[*range(device.parallel)],
         )
         for number in range(n)
@@ -477,7 +477,7 @@ def main(
     counts: str, names: str, load_name: str, device_name: str, use: float, minutes: float, ttft_ms: float, seed: int
 ) -> None:
     """Simulate daemons behind routers."""
-    load, device, limits = LOADS[load_name], DEVICES[device_name], Scheduling()
+    load, device, settings = LOADS[load_name], DEVICES[device_name], Scheduling()
     click.echo("\n".join(machine()))
     click.echo(
         f"daemons   simulated: {device_name}, {CELLS[device_name]:,} cells; {load_name}: {load}; use {use:g}, seed {seed}\n"
@@ -485,9 +485,9 @@ def main(
     rows = []
     for n in [int(count) for count in counts.split(",")]:
         for name in choices(names, "--policy", [*POLICIES])[: None if n > 1 else 1]:
-            workers = workers_of(device, n, limits, seed)
+            workers = workers_of(device, n, settings, seed)
             first = load.arrivals(device, n, use, 60 * minutes, seed)
-            served = simulate(workers, POLICIES[name](workers), first, limits)
+            served = simulate(workers, POLICIES[name](workers), first, settings)
             rows.append(row(name if n > 1 else "alone", workers, served, ttft_ms))
             click.echo(f"  {rows[-1]}", err=True)
     click.echo(table(HEADER, rows))

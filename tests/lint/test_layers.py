@@ -1,4 +1,4 @@
-"""Imports go one way: a room imports only the rooms above it in docs/ARCHITECTURE.md."""
+"""Imports go one way: a package imports only the packages above it in docs/ARCHITECTURE.md."""
 
 import ast
 import functools
@@ -17,7 +17,7 @@ from tests.support.cases import all_cases
 
 ROOT = Path(uma_trio.__file__).parent.parent
 
-ROOMS = (
+PACKAGES = (
     *("files", "errors", "principal", "protocol", "config", "telemetry"),
     *("processes", "models", "engine_link", "grammar", "tokenizer", "encoder", "hub", "aici_link", "engine", "aici"),
     *(
@@ -33,7 +33,7 @@ ROOMS = (
     *("daemon.detached", "daemon.doors", "daemon", "connect", "client", "gateway", "demo", "cli", "training"),
     "__main__",
 )
-"""Each may import those before it.  A new room gets its place here and in docs/ARCHITECTURE.md."""
+"""Each may import those before it.  A new package gets its place here and in docs/ARCHITECTURE.md."""
 
 PURE = (
     *("errors", "principal", "protocol", "config", "telemetry", "engine.sampling"),
@@ -70,7 +70,7 @@ DOORS_MAY_IMPORT = (
 """A door calls ``ModelService``, runs requests, and knows nothing behind them."""
 
 
-PACKAGES = {".".join(file.relative_to(ROOT).parent.parts) for file in (ROOT / "uma_trio").rglob("__init__.py")}
+FOLDERS = {".".join(file.relative_to(ROOT).parent.parts) for file in (ROOT / "uma_trio").rglob("__init__.py")}
 
 
 class Import:
@@ -84,10 +84,10 @@ class Import:
         return self.module.split(".")[0]
 
     @property
-    def room(self) -> str | None:
-        """The imported room of uma_trio; None for other packages."""
+    def package(self) -> str | None:
+        """The imported package; None if it is not one of ours."""
         parts = self.module.split(".")
-        return room_in(parts[1:]) if parts[0] == "uma_trio" and len(parts) > 1 else None
+        return package_in(parts[1:]) if parts[0] == "uma_trio" and len(parts) > 1 else None
 
     def __str__(self) -> str:
         return f"{self.file.relative_to(ROOT)}:{self.line} imports {self.module}"
@@ -114,17 +114,17 @@ def imports_of(file: Path, source: str | None = None) -> list[Import]:
             if node.level:
                 package = file.relative_to(ROOT).parent.parts
                 module = ".".join([*package[: len(package) - node.level + 1], *([module] if module else [])])
-            if module in PACKAGES or (node.level and not node.module):  # from uma_trio import config
+            if module in FOLDERS or (node.level and not node.module):  # from uma_trio import config
                 found += [Import(file, node.lineno, f"{module}.{alias.name}") for alias in node.names]
             else:
                 found.append(Import(file, node.lineno, module, is_star=node.names[0].name == "*"))
     return found
 
 
-def room_in(parts: Sequence[str]) -> str:
-    """The room of a module.  The daemon has rooms inside its folder; the modules next to them are ``daemon``."""
+def package_in(parts: Sequence[str]) -> str:
+    """The package of a module.  The daemon has packages inside its folder; the modules next to them are ``daemon``."""
     inner = ".".join(parts[:2])
-    return inner if parts[0] == "daemon" and inner in ROOMS else parts[0]
+    return inner if parts[0] == "daemon" and inner in PACKAGES else parts[0]
 
 
 @functools.cache
@@ -132,13 +132,13 @@ def parts_of(file: Path) -> tuple[str, ...]:
     return file.relative_to(ROOT / "uma_trio").with_suffix("").parts
 
 
-def room_of(file: Path) -> str:
-    return room_in(parts_of(file))
+def package_of(file: Path) -> str:
+    return package_in(parts_of(file))
 
 
-def is_in(file: Path, room: str) -> bool:
-    """Whether a file is the room or a part of it."""
-    return parts_of(file)[: room.count(".") + 1] == tuple(room.split("."))
+def is_in(file: Path, package: str) -> bool:
+    """Whether a file is the package or a part of it."""
+    return parts_of(file)[: package.count(".") + 1] == tuple(package.split("."))
 
 
 FILES = sorted(file for file in (ROOT / "uma_trio").rglob("*.py") if "__pycache__" not in file.parts)
@@ -159,33 +159,35 @@ def complain(wrong: list[Import], rule: str) -> None:
     assert not wrong, rule + "\n" + "\n".join(f"  {found}" for found in wrong)
 
 
-def test_every_room_has_its_place() -> None:
-    rooms = {room_of(file) for file in FILES} - {"__init__"}
-    assert rooms <= set(ROOMS), f"rooms without a place in ROOMS: {sorted(rooms - set(ROOMS))}"
+def test_every_package_has_its_place() -> None:
+    packages = {package_of(file) for file in FILES} - {"__init__"}
+    assert packages <= set(PACKAGES), f"packages without a place in PACKAGES: {sorted(packages - set(PACKAGES))}"
 
 
-@all_cases("room", ROOMS)
-def test_a_room_imports_only_rooms_before_it(room: str) -> None:
-    allowed = {*ROOMS[: ROOMS.index(room) + 1]}
+@all_cases("package", PACKAGES)
+def test_a_package_imports_only_packages_before_it(package: str) -> None:
+    allowed = {*PACKAGES[: PACKAGES.index(package) + 1]}
     wrong = [
         found
         for found in all_imports()
-        if room_of(found.file) == room and found.room is not None and found.room not in allowed
+        if package_of(found.file) == package and found.package is not None and found.package not in allowed
     ]
-    complain(wrong, f"{room} stands before these in ROOMS, so it may not import them:")
+    complain(wrong, f"{package} stands before these in PACKAGES, so it may not import them:")
 
 
 def test_the_order_is_the_one_that_is_documented() -> None:
     text = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
-    rooms = text.split("## Rooms")[1].split("```")[1].split("uma_trio/\n")[1]
-    lines = re.findall(r"^(  |    )([a-z_]+)(?:\.py|/)\s", rooms, re.MULTILINE)
+    packages = text.split("## Packages")[1].split("```")[1].split("uma_trio/\n")[1]
+    lines = re.findall(r"^(  |    )([a-z_]+)(?:\.py|/)\s", packages, re.MULTILINE)
     named = [f"daemon.{name}" if len(indent) > 2 else name for indent, name in lines]
-    assert [name for name in (*named, "__main__") if name != "daemon"] == [name for name in ROOMS if name != "daemon"]
+    assert [name for name in (*named, "__main__") if name != "daemon"] == [
+        name for name in PACKAGES if name != "daemon"
+    ]
 
 
-def modules_of(room: str) -> dict[str, set[str]]:
-    """The modules of a room, each with the modules of the same room that it imports; ``inner.module`` in a room of it."""
-    prefix = f"uma_trio.{room}."
+def modules_of(package: str) -> dict[str, set[str]]:
+    """The modules of a package, each with the modules of the same package that it imports; ``inner.module`` in a package of it."""
+    prefix = f"uma_trio.{package}."
 
     def name_of(file: Path) -> str:
         return ".".join(file.relative_to(ROOT).with_suffix("").parts).removeprefix(prefix)
@@ -195,24 +197,26 @@ def modules_of(room: str) -> dict[str, set[str]]:
             found.module.removeprefix(prefix) for found in imports()[file] if found.module.startswith(prefix)
         }
         for file in FILES
-        if room_of(file) == room and file.stem != "__init__"
+        if package_of(file) == package and file.stem != "__init__"
     }
 
 
-@all_cases("room", ROOMS)
-def test_the_modules_of_a_room_have_no_import_cycle(room: str) -> None:
-    graphlib.TopologicalSorter(modules_of(room)).prepare()  # raises CycleError, which names them
+@all_cases("package", PACKAGES)
+def test_the_modules_of_a_package_have_no_import_cycle(package: str) -> None:
+    graphlib.TopologicalSorter(modules_of(package)).prepare()  # raises CycleError, which names them
 
 
 @pytest.mark.parametrize(
-    ("room", "page", "heading"),
+    ("package", "page", "heading"),
     [
         ("daemon.serving", "design/scheduler.md", "## Modules"),
         ("daemon.kv", "design/kv-cache.md", "## Modules"),
     ],
 )
-def test_the_modules_of_a_room_import_each_other_in_the_documented_order(room: str, page: str, heading: str) -> None:
-    uses = modules_of(room)
+def test_the_modules_of_a_package_import_each_other_in_the_documented_order(
+    package: str, page: str, heading: str
+) -> None:
+    uses = modules_of(package)
     rest = (ROOT / "docs" / page).read_text().split(heading)[1]
     order = [name.replace("/", ".") for name in re.findall(r"^([\w/]+)  ", rest.split("```")[1], re.MULTILINE)]
     mentioned = set(re.findall(r"`(\w+)`", rest.split("```")[2].split("All of it")[0]))
@@ -225,7 +229,7 @@ def test_the_modules_of_a_room_import_each_other_in_the_documented_order(room: s
 def test_nothing_imports_the_training_scripts_which_the_wheel_leaves_out() -> None:
     wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert "uma_trio/training" in wheel["exclude"]
-    wrong = [found for found in all_imports() if found.room == "training" and room_of(found.file) != "training"]
+    wrong = [found for found in all_imports() if found.package == "training" and package_of(found.file) != "training"]
     complain(wrong, "training is not in the wheel:")
 
 
@@ -238,22 +242,22 @@ def test_the_package_itself_imports_the_client_only_when_it_is_used() -> None:
     assert shown.strip() == "[]"
 
 
-@pytest.mark.parametrize("room", PURE)
-def test_pure_rooms_import_nothing_with_side_effects(room: str) -> None:
+@pytest.mark.parametrize("package", PURE)
+def test_pure_packages_import_nothing_with_side_effects(package: str) -> None:
     wrong = []
     for found in all_imports():
-        if is_in(found.file, room):
+        if is_in(found.file, package):
             path = found.file.relative_to(ROOT / "uma_trio").as_posix()
             if found.top not in PURE_MAY_IMPORT | EXCEPTIONS.get(path, set()) | {"uma_trio"}:
                 wrong.append(found)
-    complain(wrong, f"{room} is pure: no tasks, no clock, no sockets, no files, no C:")
+    complain(wrong, f"{package} is pure: no tasks, no clock, no sockets, no files, no C:")
 
 
-@pytest.mark.parametrize("room", NO_NUMPY)
-def test_rooms_that_a_client_needs_are_light(room: str) -> None:
+@pytest.mark.parametrize("package", NO_NUMPY)
+def test_packages_that_a_client_needs_are_light(package: str) -> None:
     complain(
-        [found for found in all_imports() if is_in(found.file, room) and found.top == "numpy"],
-        f"{room} is imported by every command; numpy would slow all of them down:",
+        [found for found in all_imports() if is_in(found.file, package) and found.top == "numpy"],
+        f"{package} is imported by every command; numpy would slow all of them down:",
     )
 
 
@@ -263,7 +267,7 @@ def test_only_engine_encoder_and_tokenizer_import_llama_abi() -> None:
         found
         for found in all_imports()
         if found.top == "llama_abi"
-        and room_of(found.file) not in ("encoder", "engine", "tokenizer")
+        and package_of(found.file) not in ("encoder", "engine", "tokenizer")
         and found.file != installed
     ]
     complain(wrong, "only encoder, engine and tokenizer import llama_abi:")
@@ -288,7 +292,7 @@ def test_llama_abi_does_not_import_uma_trio() -> None:
 
 
 def test_click_stays_in_the_command_line() -> None:
-    wrong = [found for found in all_imports() if found.top == "click" and room_of(found.file) not in ("cli",)]
+    wrong = [found for found in all_imports() if found.top == "click" and package_of(found.file) not in ("cli",)]
     complain(wrong, "only cli imports click:")
 
 
@@ -305,7 +309,7 @@ def test_trio_is_the_only_event_loop_of_the_daemon() -> None:
     ]
     complain(wrong, "tasks are trio's:")
     wrong = [
-        found for found in all_imports() if found.top == "anyio" and room_of(found.file) not in ("client", "gateway")
+        found for found in all_imports() if found.top == "anyio" and package_of(found.file) not in ("client", "gateway")
     ]
     complain(wrong, "anyio is for the client, which runs in other people's event loops, and for the gateway:")
 
@@ -314,8 +318,8 @@ def test_the_client_knows_the_protocol_only() -> None:
     wrong = [
         found
         for found in all_imports()
-        if room_of(found.file) in ("client", "connect")
-        and found.room not in (None, "client", "connect", "errors", "protocol")
+        if package_of(found.file) in ("client", "connect")
+        and found.package not in (None, "client", "connect", "errors", "protocol")
     ]
     complain(wrong, "the client imports connect, protocol and errors:")
 
@@ -333,8 +337,8 @@ def test_the_gateway_is_a_client_of_the_socket() -> None:
     wrong = [
         found
         for found in all_imports()
-        if room_of(found.file) == "gateway"
-        and found.room not in (*GATEWAY_MAY_IMPORT, None)
+        if package_of(found.file) == "gateway"
+        and found.package not in (*GATEWAY_MAY_IMPORT, None)
         and found.module not in URL_RULES
     ]
     complain(wrong, "the gateway knows the daemon by its socket:")
@@ -377,13 +381,13 @@ def test_doors_see_the_service_only() -> None:
     wrong = [
         found
         for found in all_imports()
-        if is_in(found.file, "daemon.doors") and found.room not in (*DOORS_MAY_IMPORT, None)
+        if is_in(found.file, "daemon.doors") and found.package not in (*DOORS_MAY_IMPORT, None)
     ]
     complain(wrong, "a door calls ModelService, runs requests, and knows nothing behind them:")
 
 
 def test_the_engine_process_has_no_event_loop() -> None:
-    wrong = [found for found in all_imports() if room_of(found.file) == "engine" and found.top == "trio"]
+    wrong = [found for found in all_imports() if package_of(found.file) == "engine" and found.top == "trio"]
     complain(wrong, "these modules run in the engine's process:")
 
 
@@ -391,7 +395,7 @@ def test_the_reader_sees_every_kind_of_import() -> None:
     source = "import a.b\nfrom c import d\ndef f():\n    from uma_trio import kv\n    from . import x\n    from ..e import y\n"
     found = imports_of(ROOT / "uma_trio" / "cli" / "ask.py", source)
     assert [each.module for each in found] == ["a.b", "c", "uma_trio.kv", "uma_trio.cli.x", "uma_trio.e"]
-    assert [each.room for each in found] == [None, None, "kv", "cli", "e"]
+    assert [each.package for each in found] == [None, None, "kv", "cli", "e"]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tests.support.asking import Client, Harness, asking
 from tests.support.fake_engine import FakeEngine
 from tests.support.state_files import memory_file
 from uma_trio import errors
-from uma_trio.daemon.prompts.media import PlacedRows, place
+from uma_trio.daemon.prompts.media import PlacedRows, rows_of
 from uma_trio.encoder.encoded import EncodedMedia, RowBlock, RowFile, placeholders
 from uma_trio.engine_link.media import PLACEHOLDER
 from uma_trio.engine_link.messages import EngineDied, EngineError, StepInput
@@ -39,7 +39,7 @@ def prompt_of(*parts: Sequence[int] | EncodedMedia) -> tuple[list[int], list[Pla
     placed: list[PlacedRows] = []
     for part in parts:
         if isinstance(part, EncodedMedia):
-            placed += place(part, len(tokens))
+            placed += rows_of(part, len(tokens))
             tokens += part.tokens.tolist()
         else:
             tokens += part

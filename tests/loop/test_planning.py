@@ -69,7 +69,7 @@ class Planning:
         self.bisection = CrashBisection()
         self.planner = StepPlanner(
             info=self.info,
-            limits=CONFIG.scheduling,
+            settings=CONFIG.scheduling,
             timings=self.timings,
             running=self.running,
             waiting=self.waiting,

@@ -41,7 +41,7 @@ async def until(client: Client, n: int) -> None:
 def steer(harness: Harness, client: Client, **changes: Any) -> Steering:
     tokens = TEXT if "text" in changes else ()
     limit = LIMIT if "end_reasoning" in changes else None
-    steering = Steering(query=SteerQuery(request_id="r", **changes), tokens=tokens, limit=limit)
+    steering = Steering(query=SteerQuery(request_id="r", **changes), tokens=tokens, reasoning_limit=limit)
     harness.scheduler.steer(client.answer, steering)
     return steering
 

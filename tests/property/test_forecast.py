@@ -21,7 +21,7 @@ FLAT = LinearModel((10.0, 0.0, 0.0, 0.0, 0.0))
 
 
 def speed(model: LinearModel = LINE, **fields: object) -> Speed:
-    return Speed(**{"cost": CostModel(model, model), "limits": Scheduling(), "max_tokens": 512, **fields})
+    return Speed(**{"cost": CostModel(model, model), "settings": Scheduling(), "max_tokens": 512, **fields})
 
 
 def load(prefill: int = 100, answer: float = 50, cells: int = 200, context: int = 0) -> Load:
@@ -36,7 +36,7 @@ def load(prefill: int = 100, answer: float = 50, cells: int = 200, context: int 
 
 
 def predict(running: list[Load], waiting: list[Load], places: int = 0, cells: int = 0) -> list[Prediction]:
-    return forecast(running, waiting, places=places, cells=cells, speed=speed())
+    return forecast(running, waiting, free_sequences=places, cells=cells, speed=speed())
 
 
 loads = st.builds(load, st.integers(0, 3000), st.floats(1, 300), st.integers(1, 3000), st.integers(0, 3000))
@@ -69,7 +69,7 @@ def test_ticks_of_equal_length_can_be_counted_by_hand() -> None:
     """One place: 5 tokens are left of the answer that runs, then 2 ticks of prefill, which give the first of 3 tokens."""
     model = speed(FLAT, max_tokens=50)
     decodes, waits = load(prefill=0, answer=5, context=10), load(prefill=100, answer=3)
-    runs, first = forecast([decodes], [waits], places=0, cells=0, speed=model)
+    runs, first = forecast([decodes], [waits], free_sequences=0, cells=0, speed=model)
     assert (runs.place_ms, runs.start_ms, runs.end_ms) == (0, 0, 50)
     assert (first.place_ms, first.start_ms, first.end_ms) == (50, 70, 90)
 
@@ -80,7 +80,7 @@ def test_requests_that_are_expected_take_time_of_those_that_run_and_no_place_of_
     seldom = attrs.evolve(often, every_ms=1e9)
 
     def found(arrivals: Arrivals | None, places: int) -> list[Prediction]:
-        return forecast([decodes], [waits], places=places, cells=10_000, speed=speed(), arrivals=arrivals)
+        return forecast([decodes], [waits], free_sequences=places, cells=10_000, speed=speed(), arrivals=arrivals)
 
     assert found(seldom, 4) == found(None, 4)
     assert found(often, 0)[0] == found(None, 0)[0], "they wait behind it"

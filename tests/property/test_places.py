@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from uma_trio.daemon.policy.fairness import MAX_LEAD
-from uma_trio.daemon.policy.places import Claimant, Place, Room, claim, claim_spare, goes_before, room_for
+from uma_trio.daemon.policy.places import Capacity, Claimant, Place, capacity_for, claim, claim_spare, goes_before
 from uma_trio.daemon.policy.view import Priority
 
 WEIGHTS = {"a": 1.0, "b": 1.0, "c": 3.0}
-ROOM = Room(sequences=8, cells=800, free_sequences=0, free_cells=0)
+ROOM = Capacity(sequences=8, cells=800, free_sequences=0, free_cells=0)
 
 
 def place(principal: str, cells: int = 100, **fields: object) -> Place:
@@ -79,7 +79,7 @@ def test_one_that_was_given_as_much_service_waits() -> None:
 
 
 def test_the_only_place_of_a_principal_is_taken_when_its_turn_ends_and_only_by_one_that_holds_nothing() -> None:
-    room = Room(2, 200, 0, 0)
+    room = Capacity(2, 200, 0, 0)
     held = [place("a", turn_ends_s=7.0), place("b", turn_ends_s=5.0)]
     found = claim(claimant("c"), held, room)
     assert found is not None
@@ -89,7 +89,7 @@ def test_the_only_place_of_a_principal_is_taken_when_its_turn_ends_and_only_by_o
 
 def test_the_lowest_class_then_the_fewest_tokens_lose_their_places() -> None:
     held = [place("a", n_tokens=9), place("a", n_tokens=90, priority=Priority.BACKGROUND), place("a", n_tokens=5)]
-    room = Room(3, 300, 0, 0)
+    room = Capacity(3, 300, 0, 0)
     found = claim(claimant("b"), held, room)
     assert found is not None
     assert found.victims == (1,)
@@ -112,13 +112,13 @@ BACKGROUND = Priority.BACKGROUND
 def test_background_gives_way_at_once_also_to_its_own_principal() -> None:
     held = [place("a", n_tokens=5), place("a", priority=BACKGROUND, n_tokens=90), place("a", n_tokens=1)]
     for principal in "ab":
-        found = claim(claimant(principal), held, Room(3, 300, 0, 0))
+        found = claim(claimant(principal), held, Capacity(3, 300, 0, 0))
         assert found is not None
         assert found.victims == (1,)
-    assert claim(claimant("a", priority=BACKGROUND), held, Room(3, 300, 0, 0)) is None
+    assert claim(claimant("a", priority=BACKGROUND), held, Capacity(3, 300, 0, 0)) is None
     only = [place("a"), place("b", priority=BACKGROUND, turn_ends_s=9.0)]
     for principal in "abc":
-        found = claim(claimant(principal), only, Room(2, 200, 0, 0))
+        found = claim(claimant(principal), only, Capacity(2, 200, 0, 0))
         assert found is not None
         assert (found.victims, found.due_s) == ((1,), float("-inf")), "it has no turn that others wait for"
 
@@ -127,26 +127,26 @@ def test_background_keeps_a_spare_place_while_others_run_and_one_for_itself() ->
     def mixed(n_others: int, n_background: int) -> list[Place]:
         return [place("a")] * n_others + [place("a", priority=BACKGROUND, n_tokens=9 + n) for n in range(n_background)]
 
-    full = Room(4, 400, 0, 0)
+    full = Capacity(4, 400, 0, 0)
     assert claim_spare(mixed(0, 4), full) is None, "copies are quick then"
     assert claim_spare(mixed(4, 0), full) is None
     assert claim_spare(mixed(3, 1), full) is None, "this class goes on"
     found = claim_spare(mixed(1, 3), full)
     assert found is not None
     assert (found.victims, found.due_s) == ((1,), float("-inf"))
-    assert claim_spare(mixed(1, 2), Room(4, 400, 1, 100)) is None, "there is one"
-    assert claim_spare(mixed(1, 2), Room(4, 400, 1, 99)) is not None, "it has no cells"
+    assert claim_spare(mixed(1, 2), Capacity(4, 400, 1, 100)) is None, "there is one"
+    assert claim_spare(mixed(1, 2), Capacity(4, 400, 1, 99)) is not None, "it has no cells"
     assert claim_spare([place("a"), *[place("a", priority=BACKGROUND, can_yield=False)] * 3], full) is None
     for priority in Priority:
-        room = room_for(claimant("b", priority=priority), mixed(1, 2), Room(4, 400, 1, 100))
+        room = capacity_for(claimant("b", priority=priority), mixed(1, 2), Capacity(4, 400, 1, 100))
         assert room.free_sequences == (priority is not BACKGROUND)
-        alone = room_for(claimant("b", priority=priority), mixed(0, 3), Room(4, 400, 1, 100))
+        alone = capacity_for(claimant("b", priority=priority), mixed(0, 3), Capacity(4, 400, 1, 100))
         assert alone.free_sequences == 1
 
 
 def test_background_of_another_principal_takes_a_place_of_its_like_and_leaves_the_spare_one() -> None:
     held = [place("a"), *[place("a", priority=BACKGROUND)] * 2]
-    found = claim(claimant("b", priority=BACKGROUND), held, Room(4, 400, 1, 100))
+    found = claim(claimant("b", priority=BACKGROUND), held, Capacity(4, 400, 1, 100))
     assert found is not None
     assert found.victims == (1,)
 
@@ -194,7 +194,7 @@ def test_a_claim_makes_room_with_no_more_victims_than_it_needs(
     held: list[tuple[str, int, bool]], free: tuple[int, int], principal: str, cells: int
 ) -> None:
     places = [place(name, own, can_yield=can) for name, own, can in held]
-    room = Room(len(held) + free[0], max(1, sum(each.cells for each in places) + free[1]), *free)
+    room = Capacity(len(held) + free[0], max(1, sum(each.cells for each in places) + free[1]), *free)
     found = claim(claimant(principal, cells), places, room)
     if found is None:
         return

@@ -44,7 +44,7 @@ from uma_trio.daemon.policy.tick import OWN_CONTEXTS, PolicyState, Tick, estimat
 from uma_trio.daemon.policy.view import Priority, SequenceView
 from uma_trio.engine_link.attention import Attention, AttentionScan
 
-LIMITS = Scheduling()
+SETTINGS = Scheduling()
 PADDED = Attention(AttentionScan.LONGEST)
 KV_LAYOUTS = [
     (True, AttentionScan.SEQUENCE),
@@ -78,7 +78,7 @@ class Case:
     state: PolicyState
     cost: CostModel
     max_tokens: int
-    limits: Scheduling
+    settings: Scheduling
     records_calls: bool = False
 
     def plan(self, attention: Attention = Attention()) -> Plan:  # noqa: B008  (immutable)
@@ -90,7 +90,7 @@ class Case:
                 now_s=0.0,
                 cost=self.cost,
                 max_tokens=self.max_tokens,
-                limits=self.limits,
+                settings=self.settings,
                 records_calls=self.records_calls,
                 attention=attention,
             )
@@ -99,7 +99,7 @@ class Case:
     @property
     def least(self) -> int:
         """Prefill tokens of a tick with prefill, at least."""
-        return min(self.limits.min_chunk_tokens, self.max_tokens - len(self.decodes))
+        return min(self.settings.min_chunk_tokens, self.max_tokens - len(self.decodes))
 
 
 FOREGROUND = (Priority.INTERACTIVE, Priority.NORMAL)
@@ -131,7 +131,7 @@ def cases(draw: st.DrawFn, *, in_time: bool = False, priorities: Sequence[Priori
         for seq_id in seq_ids[n : n + m]
     ]
     burst, chunk = draw(st.integers(1, 64)), draw(st.integers(1, 64))
-    limits = Scheduling(
+    settings = Scheduling(
         prefill_burst_tokens=burst,
         min_chunk_tokens=chunk,
         prefill_tick_ms=draw(st.sampled_from([1.0, 250.0, 1e5])),
@@ -146,7 +146,7 @@ def cases(draw: st.DrawFn, *, in_time: bool = False, priorities: Sequence[Priori
     least = n + max(burst, chunk)
     max_tokens = draw(st.integers(least, least + 600))
     device = draw(st.sampled_from(DEVICES))
-    return Case(decodes, prefills, state, known(device), max_tokens, limits, not in_time and draw(st.booleans()))
+    return Case(decodes, prefills, state, known(device), max_tokens, settings, not in_time and draw(st.booleans()))
 
 
 @given(cases())
@@ -220,8 +220,8 @@ def test_background_waits_for_others_until_its_turn(case: Case) -> None:
         return
     ms = case.cost.predict(estimated_work(case.decodes))
     stretch = ms / case.cost.predict(estimated_work(others.decodes)) - 1 if others.decodes else 0.0
-    is_turn = skips * case.limits.background_share >= max(stretch, MAX_BACKGROUND_STRETCH)
-    come_along = is_turn or (bool(others.decodes) and stretch <= case.limits.background_share)
+    is_turn = skips * case.settings.background_share >= max(stretch, MAX_BACKGROUND_STRETCH)
+    come_along = is_turn or (bool(others.decodes) and stretch <= case.settings.background_share)
     assert list(chosen.decodes) == (case.decodes if come_along else others.decodes)
     prompts = background.prefills if is_turn and background.prefills else others.prefills
     assert {chunk.seq_id for chunk in chosen.chunks} <= {view.seq_id for view in prompts}
@@ -232,9 +232,9 @@ def test_background_waits_for_others_until_its_turn(case: Case) -> None:
 @given(cases(priorities=[Priority.BACKGROUND]))
 def test_a_tick_of_background_alone_soon_makes_room_for_others(case: Case) -> None:
     chosen = case.plan()
-    assume(chosen.chunks and chosen.work.prefill_tokens > case.limits.min_chunk_tokens)
+    assume(chosen.chunks and chosen.work.prefill_tokens > case.settings.min_chunk_tokens)
     decode_ms = case.cost.predict(estimated_work(chosen.decodes)) if chosen.decodes else 0.0
-    longest_ms = max(BACKGROUND_TICK * case.limits.target_itl_ms, (1 + LATE_PREFILL_SHARE) * decode_ms)
+    longest_ms = max(BACKGROUND_TICK * case.settings.target_itl_ms, (1 + LATE_PREFILL_SHARE) * decode_ms)
     late_ms = (1 + MAX_OVERDUE_SHARE) * decode_ms  # of its own prompts that are overdue
     assert chosen.predicted_ms <= max(longest_ms, late_ms) * (1 + STAIR_TOLERANCE)
 
@@ -272,13 +272,13 @@ def test_prefill_makes_no_decode_late_unless_it_paused_in_the_tick_before(case: 
     assume(chosen.chunks and chosen.decodes)
     due_ms = 1e3 * min(view.due_s for view in chosen.decodes)
     decode_ms = case.cost.predict(estimated_work(chosen.decodes))
-    if decode_ms > due_ms and chosen.work.prefill_tokens > case.limits.min_chunk_tokens:
+    if decode_ms > due_ms and chosen.work.prefill_tokens > case.settings.min_chunk_tokens:
         assert chosen.predicted_ms <= (1 + LATE_PREFILL_SHARE) * decode_ms * (
             1 + STAIR_TOLERANCE
         )  # between stairs the curves are interpolated
     elif chosen.predicted_ms > due_ms * (1 + 1e-9):
         assert decode_ms > due_ms or not case.state.prefill_rows
-        assert chosen.work.prefill_tokens <= case.limits.min_chunk_tokens
+        assert chosen.work.prefill_tokens <= case.settings.min_chunk_tokens
 
 
 @given(cases())
@@ -287,7 +287,7 @@ def test_overdue_prompts_make_a_tick_longer_by_what_two_streams_for_each_take(ca
     tokens than they have."""
     late = first_due(case, -5.0)
     chosen, usual = late.plan(), first_due(case, 1.0).plan()
-    if chosen.work.prefill_tokens <= max(usual.work.prefill_tokens, case.limits.min_chunk_tokens):
+    if chosen.work.prefill_tokens <= max(usual.work.prefill_tokens, case.settings.min_chunk_tokens):
         return
     waiting = overdue(late, chosen.decodes)
     assert waiting
@@ -295,7 +295,7 @@ def test_overdue_prompts_make_a_tick_longer_by_what_two_streams_for_each_take(ca
     due_ms = 1e3 * min(view.due_s for view in chosen.decodes)
     decode_ms = case.cost.predict(estimated_work(chosen.decodes))
     share = min(2.0, 2 * len(waiting) / len(chosen.decodes))
-    late_ms = max(1.5 * decode_ms, min((1 + share) * decode_ms, case.limits.prefill_tick_ms))
+    late_ms = max(1.5 * decode_ms, min((1 + share) * decode_ms, case.settings.prefill_tick_ms))
     assert chosen.predicted_ms <= max(due_ms, late_ms) * (1 + STAIR_TOLERANCE)
 
 
@@ -303,7 +303,7 @@ def next_to_16_streams(prefills: list[SequenceView], priority: Priority = Priori
     """The streams take 44 ms of their 50, so not even the smallest chunk is in time.  A prompt token takes 1 ms."""
     decodes = [SequenceView(seq_id, due_s=0.05, priority=priority) for seq_id in range(16)]
     cost = known(Device(4.0, 1.0, 2.5))
-    return plan(Tick(decodes, prefills, PolicyState(), now_s=0.0, cost=cost, max_tokens=512, limits=LIMITS))
+    return plan(Tick(decodes, prefills, PolicyState(), now_s=0.0, cost=cost, max_tokens=512, settings=SETTINGS))
 
 
 @pytest.mark.parametrize(("n_waiting", "tokens"), [(1, 22), (8, 44), (12, 64), (16, 80), (30, 80)])
@@ -316,20 +316,20 @@ def test_the_more_prompts_are_overdue_the_longer_is_the_tick(n_waiting: int, tok
 @pytest.mark.parametrize(("due_s", "priority"), [(0.0, Priority.NORMAL), (-1.0, Priority.INTERACTIVE)])
 def test_prompts_in_time_or_of_a_lower_class_get_the_smallest_chunk(due_s: float, priority: Priority) -> None:
     chosen = next_to_16_streams([SequenceView(20 + n, 100, due_s=due_s) for n in range(16)], priority)
-    assert chosen.work.prefill_tokens == LIMITS.min_chunk_tokens
+    assert chosen.work.prefill_tokens == SETTINGS.min_chunk_tokens
 
 
 def test_an_overdue_prompt_of_many_batches_slows_nobody_down() -> None:
     """It would be late for many seconds more."""
-    assert next_to_16_streams([SequenceView(20, 4000, due_s=-1.0)]).work.prefill_tokens == LIMITS.min_chunk_tokens
+    assert next_to_16_streams([SequenceView(20, 4000, due_s=-1.0)]).work.prefill_tokens == SETTINGS.min_chunk_tokens
 
 
 def test_a_short_target_of_a_request_slows_nobody_down() -> None:
     """Its first token is due early, and it is overdue when those of others would be."""
     waiting = [SequenceView(20 + n, 100, due_s=-1.0, grace_s=2.0) for n in range(16)]
-    assert next_to_16_streams(waiting).work.prefill_tokens == LIMITS.min_chunk_tokens
+    assert next_to_16_streams(waiting).work.prefill_tokens == SETTINGS.min_chunk_tokens
     late = [msgspec.structs.replace(view, due_s=-2.1) for view in waiting]
-    assert next_to_16_streams(late).work.prefill_tokens > LIMITS.min_chunk_tokens
+    assert next_to_16_streams(late).work.prefill_tokens > SETTINGS.min_chunk_tokens
 
 
 def test_prompts_in_time_gain_nothing_from_an_overdue_one() -> None:
@@ -341,14 +341,14 @@ def test_prompts_in_time_gain_nothing_from_an_overdue_one() -> None:
 def test_without_decodes_a_tick_is_no_longer_than_prefill_tick_ms(case: Case) -> None:
     """Unless four of the smallest chunks take longer."""
     chosen = attrs.evolve(case, decodes=[]).plan()
-    if chosen.work.prefill_tokens > 4 * case.limits.min_chunk_tokens:
-        assert chosen.predicted_ms <= case.limits.prefill_tick_ms * (1 + 1e-9)
+    if chosen.work.prefill_tokens > 4 * case.settings.min_chunk_tokens:
+        assert chosen.predicted_ms <= case.settings.prefill_tick_ms * (1 + 1e-9)
 
 
 @given(cases(in_time=True))
 def test_the_batch_is_filled_if_there_is_time_and_it_pays(case: Case) -> None:
     if not case.decodes:
-        case = attrs.evolve(case, limits=attrs.evolve(case.limits, prefill_tick_ms=1e12))
+        case = attrs.evolve(case, settings=attrs.evolve(case.settings, prefill_tick_ms=1e12))
     for n, view in enumerate(case.prefills):  # what pays depends on which ones are chosen, if they differ
         case.prefills[n] = msgspec.structs.replace(view, n_context=case.prefills[0].n_context)
     chosen = case.plan()
@@ -356,13 +356,13 @@ def test_the_batch_is_filled_if_there_is_time_and_it_pays(case: Case) -> None:
     pending = sum(view.n_pending for view in case.prefills)
     room = case.max_tokens - len(case.decodes)
     if len(case.decodes) >= len(case.prefills):
-        least = max(case.limits.prefill_burst_tokens, case.limits.min_chunk_tokens)
+        least = max(case.settings.prefill_burst_tokens, case.settings.min_chunk_tokens)
         room = min(room, max(SMOOTH_ROWS - len(case.decodes), least))
         worthwhile = case.cost.worthwhile_prefill_tokens(chosen.work, room)
         room = min(room, max(worthwhile, least))
     if MIN_ALIGNED_TOKENS <= room < pending:
         aligned = room - (room + len(case.decodes)) % ROW_ALIGNMENT
-        room = aligned if aligned >= case.limits.min_chunk_tokens else room
+        room = aligned if aligned >= case.settings.min_chunk_tokens else room
     assert chosen.work.prefill_tokens == min(pending, room)
 
 
@@ -377,7 +377,7 @@ def test_a_plan_is_pure_and_ignores_the_order_of_its_input(case: Case, rng: rand
 
 
 def test_nothing_is_ready() -> None:
-    chosen = plan(Tick([], [], PolicyState(), now_s=0.0, cost=CostModel(), max_tokens=64, limits=LIMITS))
+    chosen = plan(Tick([], [], PolicyState(), now_s=0.0, cost=CostModel(), max_tokens=64, settings=SETTINGS))
     assert (chosen.decodes, chosen.chunks, chosen.work) == ([], (), Work(0, 0, 0))
 
 
@@ -385,7 +385,13 @@ def test_a_single_prompt_gets_the_tokens_of_prefill_tick_ms() -> None:
     for device, expected in ((QUICK, 512), (CPU, 208)):  # 250 = 3 + 1.05 n + 0.00025 n n, and n aligned
         chosen = plan(
             Tick(
-                [], [SequenceView(3, 5000)], PolicyState(), now_s=0.0, cost=known(device), max_tokens=512, limits=LIMITS
+                [],
+                [SequenceView(3, 5000)],
+                PolicyState(),
+                now_s=0.0,
+                cost=known(device),
+                max_tokens=512,
+                settings=SETTINGS,
             )
         )
         assert chosen.chunks == (PrefillChunk(3, expected, is_last=False),)
@@ -410,7 +416,7 @@ def test_context_before_a_chunk_makes_the_chunk_smaller() -> None:
                 now_s=0.0,
                 cost=known(CPU),
                 max_tokens=512,
-                limits=LIMITS,
+                settings=SETTINGS,
             )
         )
         sizes.append(chosen.work.prefill_tokens)
@@ -430,7 +436,7 @@ def test_a_chunk_that_is_not_the_last_aligns_the_rows_of_the_call(pending: int, 
             now_s=0.0,
             cost=known(CPU),
             max_tokens=512,
-            limits=LIMITS,
+            settings=SETTINGS,
         )
     )
     assert chosen.work.prefill_tokens == got
@@ -449,7 +455,7 @@ def test_a_chunk_is_no_longer_than_it_pays() -> None:
                 now_s=0.0,
                 cost=cost,
                 max_tokens=512,
-                limits=LIMITS,
+                settings=SETTINGS,
             )
         )
         sizes.append(chosen.work.prefill_tokens)
@@ -457,7 +463,9 @@ def test_a_chunk_is_no_longer_than_it_pays() -> None:
     assert sizes[0] == 95, "as much as there is time for"
     assert sizes[1] == sizes[2] < 400, "not as much as that"
     assert speeds[0] >= PREFILL_SPEED * speeds[1]
-    alone = plan(Tick([], [SequenceView(3, 5000)], PolicyState(), now_s=0.0, cost=cost, max_tokens=512, limits=LIMITS))
+    alone = plan(
+        Tick([], [SequenceView(3, 5000)], PolicyState(), now_s=0.0, cost=cost, max_tokens=512, settings=SETTINGS)
+    )
     assert alone.work.prefill_tokens == 200 - 200 % ROW_ALIGNMENT, "nobody waits"
 
 
@@ -473,7 +481,7 @@ def test_no_chunk_makes_a_call_like_the_one_before_on_a_device_that_records_them
                 now_s=0.0,
                 cost=known(CPU),
                 max_tokens=512,
-                limits=LIMITS,
+                settings=SETTINGS,
                 records_calls=records,
             )
         )
@@ -490,7 +498,7 @@ def test_no_chunk_makes_a_call_like_the_one_before_on_a_device_that_records_them
             now_s=0.0,
             cost=known(CPU),
             max_tokens=512,
-            limits=LIMITS,
+            settings=SETTINGS,
             records_calls=records,
         )
     )
@@ -519,14 +527,14 @@ def test_nobody_starves(device: Device, seed: int) -> None:
     """Random arrivals, ends and noise, with more work than the device can do."""
     rng = random.Random(seed)
     parallel, n_principals = rng.choice([3, 6]), rng.choice([1, 3])
-    limits = Scheduling(
+    settings = Scheduling(
         prefill_burst_tokens=rng.choice([8, 32]),
         min_chunk_tokens=rng.choice([4, 16]),
         target_itl_ms=rng.choice([1.0, 50.0, 1000.0]),
         background_share=1.0,
     )
     server = SimulatedServer(
-        attrs.evolve(device, noise=0.1, rng=rng), limits, max_tokens=parallel + limits.prefill_burst_tokens + 100
+        attrs.evolve(device, noise=0.1, rng=rng), settings, max_tokens=parallel + settings.prefill_burst_tokens + 100
     )
     within = bound(parallel, min(parallel, 3 * n_principals))
     for _ in range(1500):
@@ -561,7 +569,7 @@ def test_prefill_advances_even_if_decoding_alone_misses_every_target(n_streams: 
     for seq_id in range(n_streams):
         server.decode(seq_id)
     prompt = server.prefill(300, 160)
-    for _ in range(2 * 160 // LIMITS.min_chunk_tokens):
+    for _ in range(2 * 160 // SETTINGS.min_chunk_tokens):
         server.tick()
     assert prompt.is_decoding
 
@@ -574,7 +582,7 @@ def test_every_request_finishes() -> None:
                 seq_id, 1 + 37 * seq_id, n_to_generate=10, priority=Priority(seq_id % 3), principal="ab"[seq_id % 2]
             )
         tokens = sum(1 + 37 * seq_id for seq_id in range(12))
-        for _ in range(2 * math.ceil(tokens / LIMITS.min_chunk_tokens) + 10 * math.ceil(TURN)):
+        for _ in range(2 * math.ceil(tokens / SETTINGS.min_chunk_tokens) + 10 * math.ceil(TURN)):
             if server.running:
                 server.tick()
         assert not server.running
@@ -598,10 +606,10 @@ def test_of_a_burst_of_prompts_the_last_one_starts_earlier_with_a_deadline(devic
     (without_s, _), (with_s, longest_ms) = served(math.inf), served(2.0)
     assert with_s < 0.8 * without_s
     decode_ms = device.exact_ms(Work(0, 32, sum(40 + 5 * n for n in range(32)) + 32 * 100))
-    assert longest_ms < 1.1 * max(1.5 * decode_ms, LIMITS.prefill_tick_ms)
+    assert longest_ms < 1.1 * max(1.5 * decode_ms, SETTINGS.prefill_tick_ms)
 
 
-TURN = MAX_BACKGROUND_STRETCH / LIMITS.background_share
+TURN = MAX_BACKGROUND_STRETCH / SETTINGS.background_share
 """Ticks in a row that others have before it is the turn of background sequences, unless these take very long."""
 
 
@@ -640,11 +648,11 @@ def test_a_request_of_a_higher_class_takes_over_in_the_next_tick() -> None:
 
 
 def under_load(
-    device: Device, *, n_streams: int = 4, ticks: int = 800, noise: float = 0.0, **limits: float
+    device: Device, *, n_streams: int = 4, ticks: int = 800, noise: float = 0.0, **settings: float
 ) -> SimulatedServer:
     """Run streams next to two prompts of thousands of tokens at any time."""
     rng = random.Random(1)
-    server = SimulatedServer(attrs.evolve(device, noise=noise, rng=rng), Scheduling(**limits))
+    server = SimulatedServer(attrs.evolve(device, noise=noise, rng=rng), Scheduling(**settings))
     for seq_id in range(n_streams):
         server.decode(seq_id)
     fresh = 100
@@ -669,7 +677,7 @@ POSSIBLE = [
     (device, target)
     for device in (CPU, GPU, QUICK, FLAT, SLOW)
     for target in (60.0, 100.0, 250.0)
-    if device.exact_ms(Work(LIMITS.min_chunk_tokens, 4, 4000)) <= target
+    if device.exact_ms(Work(SETTINGS.min_chunk_tokens, 4, 4000)) <= target
 ]
 """Devices, with the targets that leave time for the smallest chunk."""
 
@@ -722,7 +730,7 @@ def test_without_decodes_ticks_take_about_prefill_tick_ms(device: Device) -> Non
         server.tick()
         for sequence in server.running.values():
             sequence.n_context = 0
-    target, aligned_ms = LIMITS.prefill_tick_ms, ROW_ALIGNMENT * 1.5 * device.b  # lost by alignment, at most
+    target, aligned_ms = SETTINGS.prefill_tick_ms, ROW_ALIGNMENT * 1.5 * device.b  # lost by alignment, at most
     assert all(0.95 * (target - aligned_ms) <= ms <= 1.05 * target for ms in server.ticks_ms[10:])
 
 
@@ -809,7 +817,7 @@ def test_calls_together_have_every_decode_once(
             now_s=0.0,
             cost=cost,
             max_tokens=max_tokens,
-            limits=LIMITS,
+            settings=SETTINGS,
             mixes_prefill=mixes_prefill,
             attention=Attention(scan, 30_000),
         )
@@ -835,7 +843,14 @@ def test_with_per_sequence_kv_the_ids_of_a_call_are_consecutive(
     decodes = [msgspec.structs.replace(view, n_drafts=0) for view in decodes]
     chosen = plan(
         Tick(
-            decodes, [], PolicyState(), now_s=0.0, cost=cost, max_tokens=max_tokens, limits=LIMITS, mixes_prefill=False
+            decodes,
+            [],
+            PolicyState(),
+            now_s=0.0,
+            cost=cost,
+            max_tokens=max_tokens,
+            settings=SETTINGS,
+            mixes_prefill=False,
         )
     )
     ids = iter([view.seq_id for view in chosen.decodes])
@@ -863,7 +878,7 @@ def test_filled_gaps_never_cost_more_than_calls_of_their_own(
                 now_s=0.0,
                 cost=cost,
                 max_tokens=max_tokens,
-                limits=LIMITS,
+                settings=SETTINGS,
                 mixes_prefill=False,
                 attention=PADDED if pads else Attention(),
                 fillers=fillers,
@@ -912,7 +927,7 @@ def test_gaps_are_filled_where_a_row_costs_less_than_a_call() -> None:
                 now_s=0.0,
                 cost=cost,
                 max_tokens=512,
-                limits=LIMITS,
+                settings=SETTINGS,
                 mixes_prefill=False,
                 fillers=fillers,
                 attention=attention,
@@ -955,7 +970,7 @@ def test_decodes_are_split_in_the_fastest_way() -> None:
                 now_s=0.0,
                 cost=cost,
                 max_tokens=512,
-                limits=LIMITS,
+                settings=SETTINGS,
                 mixes_prefill=mixes_prefill,
             )
         )
@@ -989,7 +1004,7 @@ def test_with_padded_attention_a_long_context_has_its_own_call(prompts: int) -> 
                 now_s=0.0,
                 cost=cost,
                 max_tokens=512,
-                limits=LIMITS,
+                settings=SETTINGS,
                 mixes_prefill=mixes_prefill,
                 attention=attention,
             )
@@ -1029,7 +1044,7 @@ def test_drafts_fit_the_batch_and_the_deadline(
             now_s=0.0,
             cost=cost,
             max_tokens=max_tokens,
-            limits=LIMITS,
+            settings=SETTINGS,
             mixes_prefill=mixes_prefill,
         )
     )
@@ -1058,7 +1073,7 @@ def test_a_tick_with_prefill_has_no_drafts(
             now_s=0.0,
             cost=cost,
             max_tokens=max_tokens,
-            limits=LIMITS,
+            settings=SETTINGS,
             mixes_prefill=mixes_prefill,
         )
     )
@@ -1070,7 +1085,7 @@ def test_a_tick_with_prefill_has_no_drafts(
 def test_the_draft_length_gives_most_tokens_a_millisecond(case: tuple[list[SequenceView], CostModel, int]) -> None:
     decodes, cost, max_tokens = case
     decodes = [msgspec.structs.replace(view, due_s=math.inf) for view in decodes]
-    chosen = plan(Tick(decodes, [], PolicyState(), now_s=0.0, cost=cost, max_tokens=max_tokens, limits=LIMITS))
+    chosen = plan(Tick(decodes, [], PolicyState(), now_s=0.0, cost=cost, max_tokens=max_tokens, settings=SETTINGS))
 
     def rate(drafts: Sequence[int]) -> float:
         tokens = sum(
@@ -1105,7 +1120,9 @@ def test_when_drafts_pay() -> None:
 
     def drafts(acceptance_rate: float, n: int = 16, due_ms: float = math.inf, max_tokens: int = 512) -> Sequence[int]:
         view = SequenceView(0, due_s=due_ms / 1e3, n_drafts=n, acceptance_rate=acceptance_rate)
-        return plan(Tick([view], [], PolicyState(), now_s=0.0, cost=cost, max_tokens=max_tokens, limits=LIMITS)).drafts
+        return plan(
+            Tick([view], [], PolicyState(), now_s=0.0, cost=cost, max_tokens=max_tokens, settings=SETTINGS)
+        ).drafts
 
     assert drafts(0.1) == (), "1.1 tokens in 12 ms is slower than 1 in 11 ms"
     assert drafts(0.14) == (), "a gain of less than MIN_DRAFT_SPEEDUP is noise"
@@ -1126,7 +1143,7 @@ def test_sequences_with_and_without_drafts_share_a_call() -> None:
         SequenceView(1, n_drafts=3, acceptance_rate=1.0),
         SequenceView(2, n_drafts=16, acceptance_rate=1.0),
     ]
-    chosen = plan(Tick(decodes, [], PolicyState(), now_s=0.0, cost=cost, max_tokens=512, limits=LIMITS))
+    chosen = plan(Tick(decodes, [], PolicyState(), now_s=0.0, cost=cost, max_tokens=512, settings=SETTINGS))
     assert chosen.drafts == (0, 3, 16)
     assert chosen.call_widths == (3,)
 

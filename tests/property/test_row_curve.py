@@ -268,7 +268,7 @@ def test_streams_on_stairs_meet_tight_targets(target: float, monkeypatch: pytest
     late = {}
     for has_curve in (True, False):
         device = attrs.evolve(STAIRS, noise=0.01, rng=random.Random(1))
-        server = SimulatedServer(device, attrs.evolve(SimulatedServer(device).limits, target_itl_ms=target))
+        server = SimulatedServer(device, attrs.evolve(SimulatedServer(device).settings, target_itl_ms=target))
         if not has_curve:
             server.cost = CostModel()
         for seq_id in range(8):
@@ -309,7 +309,7 @@ def test_with_per_sequence_kv_a_prompt_does_not_begin_after_the_end_of_a_long_on
                 now_s=0.0,
                 cost=cost,
                 max_tokens=512,
-                limits=Scheduling(target_itl_ms=30.0, prefill_burst_tokens=16, min_chunk_tokens=min_chunk_tokens),
+                settings=Scheduling(target_itl_ms=30.0, prefill_burst_tokens=16, min_chunk_tokens=min_chunk_tokens),
                 mixes_prefill=mixes_prefill,
             )
         )
@@ -350,7 +350,7 @@ def test_the_second_tick_with_as_many_decodes_is_recorded(mixes_prefill: bool, r
                 now_s=0.0,
                 cost=calibrated(STAIRS),
                 max_tokens=512,
-                limits=Scheduling(),
+                settings=Scheduling(),
                 mixes_prefill=mixes_prefill,
                 records_calls=records_calls,
             )

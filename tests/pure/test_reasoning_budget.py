@@ -31,8 +31,8 @@ class Answer:
         return token
 
     @property
-    def room(self) -> float:
-        return self._budget.room
+    def n_free(self) -> float:
+        return self._budget.n_free
 
     def feed(self, *parts: str | bytes) -> bool:
         """Whether the end follows after ``parts``."""
@@ -42,12 +42,12 @@ class Answer:
 
 def test_the_markers_do_not_count() -> None:
     answer = Answer(2)
-    assert answer.room == 3
+    assert answer.n_free == 3
     assert not answer.feed("<thi", "nk>")
-    assert answer.room == 2
+    assert answer.n_free == 2
     assert not answer.feed("a")
     assert answer.feed("b")
-    assert answer.room == math.inf
+    assert answer.n_free == math.inf
     assert not answer.feed("c", "<think>", "d", "e", "f")
 
 
@@ -59,7 +59,7 @@ def test_a_budget_of_0_ends_it_at_once() -> None:
 def test_it_is_not_ended_inside_a_character_nor_inside_its_own_end() -> None:
     answer = Answer(1)
     assert not answer.feed("<think>", "é".encode()[:1])
-    assert answer.room == 1
+    assert answer.n_free == 1
     assert answer.feed("é".encode()[1:])
     answer = Answer(1)
     assert not answer.feed("<think>", "</thi")
@@ -78,20 +78,20 @@ def test_a_delay_has_a_bound() -> None:
 def test_a_later_stretch_has_what_the_earlier_ones_left() -> None:
     answer = Answer(3, AGAIN)
     assert not answer.feed("<think>", "a", "b", "</think>", "c")
-    assert answer.room == 2
+    assert answer.n_free == 2
     assert not answer.feed("<think>")
     assert answer.feed("d")
-    assert answer.room == 1, "the next token may be a marker"
+    assert answer.n_free == 1, "the next token may be a marker"
     assert answer.feed("<think>")
 
 
 def test_a_marker_of_several_tokens_cannot_come_with_the_next_one() -> None:
     answer = Answer(0, CONTROLS)
-    assert answer.room == 2
+    assert answer.n_free == 2
     assert not answer.feed("Hello ")
-    assert answer.room == 2
+    assert answer.n_free == 2
     assert not answer.feed("#")
-    assert answer.room == 1
+    assert answer.n_free == 1
     assert answer.feed("x")
 
 
@@ -99,9 +99,9 @@ def test_a_marker_of_several_tokens_cannot_come_with_the_next_one() -> None:
 def test_the_end_never_follows_before_the_room_is_used_up(parts: list[str], n_tokens: int) -> None:
     for markers in (THINK, AGAIN, CONTROLS):
         answer = Answer(n_tokens, markers)
-        rooms = [answer.room]
+        rooms = [answer.n_free]
         for part in parts:
             if answer.feed(part):
                 assert all(room <= n for n, room in zip(range(len(rooms), 0, -1), rooms, strict=True)), rooms
                 rooms = []
-            rooms.append(answer.room)
+            rooms.append(answer.n_free)

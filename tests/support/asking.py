@@ -124,7 +124,7 @@ class Harness:
         self.n += 1
         client = Client(list(prompt))
         request = Generate(id=str(self.n), prompt="", max_tokens=n, **fields)
-        tokens = Prompt(np.asarray(prompt, dtype=np.int32), "", limit=limit, media=tuple(media))
+        tokens = Prompt(np.asarray(prompt, dtype=np.int32), "", reasoning_limit=limit, media=tuple(media))
         [client.answer] = self.scheduler.submit(
             PreparedRequest(request, tokens, client, Principal(principal), record=log)
         )

@@ -63,9 +63,9 @@ class CpuTime:
         """Show the modules that used most."""
         if (all_s := self._modules.total()) < LEAST_S:
             return
-        rooms: Counter[str] = Counter()
+        folders: Counter[str] = Counter()
         for module, used_s in self._modules.items():
-            rooms[os.path.dirname(module)] += used_s
+            folders[os.path.dirname(module)] += used_s
         terminalreporter.section(f"{all_s:.0f} s of CPU time")
-        for name, used_s in (*rooms.most_common(), *self._modules.most_common(SHOWN)):
+        for name, used_s in (*folders.most_common(), *self._modules.most_common(SHOWN)):
             terminalreporter.write_line(f"{used_s:7.1f} s {name}")

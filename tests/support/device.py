@@ -120,7 +120,7 @@ class SimulatedServer:
     """Plans and runs ticks on a simulated device, whose time moves the clock."""
 
     device: Device
-    limits: Scheduling = attrs.field(factory=Scheduling)
+    settings: Scheduling = attrs.field(factory=Scheduling)
     max_tokens: int = 512
     cost: CostModel = attrs.field(default=attrs.Factory(lambda self: calibrated(self.device), takes_self=True))
     host_gap_ms: float = 0.3
@@ -142,7 +142,7 @@ class SimulatedServer:
         principal: str = "",
     ) -> SimulatedSequence:
         """Admit a prompt of ``n_pending`` tokens."""
-        target = self.limits.target_itl_ms if target_ms is None else target_ms
+        target = self.settings.target_itl_ms if target_ms is None else target_ms
         self.running[seq_id] = SimulatedSequence(
             seq_id, n_pending, target, n_to_generate, priority=priority, principal=principal
         )
@@ -173,7 +173,7 @@ class SimulatedServer:
                 now_s=self.now_s,
                 cost=self.cost,
                 max_tokens=self.max_tokens,
-                limits=self.limits,
+                settings=self.settings,
             )
         )
         self.on_plan(chosen)

@@ -16,7 +16,7 @@ from tests.support.fake_engine import N_VOCAB, FakeEngine, VirtualEngine, fake_v
 from tests.support.state_files import at_once
 from uma_trio import config
 from uma_trio.client import Client, open_client
-from uma_trio.daemon.detached.room import DetachedAnswers
+from uma_trio.daemon.detached.answers import DetachedAnswers
 from uma_trio.daemon.doors import listener
 from uma_trio.daemon.doors.claim import claimed
 from uma_trio.daemon.kv.offload_index import SavedState

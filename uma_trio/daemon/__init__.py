@@ -1,1 +1,1 @@
-"""The daemon's process.  docs/ARCHITECTURE.md lists its rooms."""
+"""The daemon's process.  docs/ARCHITECTURE.md lists its packages."""

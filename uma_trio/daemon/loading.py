@@ -148,7 +148,7 @@ class Opener:
         config: of the daemon.
         launcher: starts engines; what it needs outlives all models.
         default: name of the default model.
-        places: where models of this machine are; ``None``: only the configured ones are known.
+        locations: where models of this machine are; ``None``: only the configured ones are known.
         kv_events: publishes what the KV cache of the default model holds.
     """
 
@@ -157,13 +157,13 @@ class Opener:
         config: Config,
         launcher: Launcher,
         default: str,
-        places: ModelLocations | None = None,
+        locations: ModelLocations | None = None,
         kv_events: KvEventPublisher | None = None,
     ) -> None:
         self._config = config
         self._launcher = launcher
         self._default = default
-        self._places = places
+        self._locations = locations
         self._kv_events = kv_events
         self._finding = trio.CapacityLimiter(1)
         """Requests for unknown models wait for each other, and take no more than one thread."""
@@ -265,10 +265,10 @@ class Opener:
 
     async def find(self, name: str) -> ModelSpec | None:
         """See ``registry.ModelOpener``."""
-        if self._places is None:
+        if self._locations is None:
             return None
         try:
-            found = await trio.to_thread.run_sync(find_installed, name, self._places, limiter=self._finding)
+            found = await trio.to_thread.run_sync(find_installed, name, self._locations, limiter=self._finding)
         except AliasFileError as error:
             log.warning("no model can be looked up by name", reason=error.reason, fix=error.remedy)
             return None
@@ -278,11 +278,11 @@ class Opener:
 
     async def installed(self) -> list[ModelSpec]:
         """See ``registry.ModelOpener``."""
-        if self._places is None or self.on_demand is False:
+        if self._locations is None or self.on_demand is False:
             return []
         at, listed = self._listed
         if trio.current_time() - at > LISTED_S:
-            models = await trio.to_thread.run_sync(_served_models, self._places)
+            models = await trio.to_thread.run_sync(_served_models, self._locations)
             listed = [self._on_demand(each.name, str(each.path)) for each in models]
             self._listed = trio.current_time(), listed
         return listed
@@ -299,9 +299,9 @@ class Opener:
         )
 
 
-def _served_models(places: ModelLocations) -> list[LocatedModel]:
+def _served_models(locations: ModelLocations) -> list[LocatedModel]:
     """The models of this machine that can be served: no adapters, no damaged files.  Blocks."""
-    return [each for each in installed_models(places) if read_outline(each.path).summary.size_bytes]
+    return [each for each in installed_models(locations) if read_outline(each.path).summary.size_bytes]
 
 
 def with_less_context(settings: Model, kv_bytes: int) -> Model:

@@ -224,8 +224,8 @@ class Generation(ModelRequest):
         rendered, prompt = prompt, self.record.begin(prompt, service.content, turns)
         if prompt.media and not np.array_equal(prompt.tokens, rendered.tokens):
             raise DecodeFailed("the chat template renders the messages differently than when the answer was begun")
-        if prompt.limit is None and any(change.ends_reasoning for change in self.record.changes):
-            prompt = attrs.evolve(prompt, limit=service.prompts.reasoning_end(prompt, self.request))
+        if prompt.reasoning_limit is None and any(change.ends_reasoning for change in self.record.changes):
+            prompt = attrs.evolve(prompt, reasoning_limit=service.prompts.reasoning_end(prompt, self.request))
         return prompt
 
     async def _serve_controlled(self, service: ModelService, controller: str) -> None:

@@ -29,7 +29,7 @@ import trio
 
 import uma_trio
 from uma_trio.config import MB, Config, ConfigError, Limits
-from uma_trio.daemon.detached.room import DetachedAnswers
+from uma_trio.daemon.detached.answers import DetachedAnswers
 from uma_trio.daemon.doors import listener
 from uma_trio.daemon.doors.claim import Claim
 from uma_trio.daemon.doors.connection import Connection
@@ -320,8 +320,8 @@ async def serve(
                 process.start_soon(gateway.run)
             notifier.report("STATUS=loading the model")
             specs = specs_of(config)
-            places = find_model_locations(os.environ, config.model.models_dir, is_offline=True)
-            opener = Opener(config, make_launcher(config, process, engine_process), specs[0].name, places, publisher)
+            locations = find_model_locations(os.environ, config.model.models_dir, is_offline=True)
+            opener = Opener(config, make_launcher(config, process, engine_process), specs[0].name, locations, publisher)
             models = ModelRegistry(specs, opener, config, owner=OWN_PRINCIPAL)
             async with models.running():
                 # a signal after the last look at should_load; from here on, the server is there when the next one is handled

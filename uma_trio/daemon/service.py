@@ -174,7 +174,7 @@ class ModelService:
             tokens, opens_reasoning = await self.prompts.message(
                 query.message, answer.request, principal=answer.principal.name
             )
-        steering = Steering(query=query, tokens=tokens, opens_reasoning=opens_reasoning, limit=limit)
+        steering = Steering(query=query, tokens=tokens, opens_reasoning=opens_reasoning, reasoning_limit=limit)
         self.scheduler.steer(answer, steering)
         steered = await steering.wait()
         if answer.record is not None and steering.change is not None:

@@ -200,7 +200,7 @@ class DetachedAnswer(AnswerRecord):
         while self._n_written < n and not self._is_closed:
             await self._changed.wait()
 
-    # -- for the room -----------------------------------------------------------------------------
+    # -- for all answers --------------------------------------------------------------------------
 
     @property
     def has_ended(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import trio
 
 from uma_trio.daemon.detached.answer import event_of
-from uma_trio.daemon.detached.room import DetachedAnswers
+from uma_trio.daemon.detached.answers import DetachedAnswers
 from uma_trio.daemon.doors.outbox import Outbox
 from uma_trio.principal import Principal
 from uma_trio.protocol.queries import AttachQuery

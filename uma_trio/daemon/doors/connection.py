@@ -12,7 +12,7 @@ import structlog
 import trio
 
 from uma_trio.config import Limits
-from uma_trio.daemon.detached.room import DetachedAnswers
+from uma_trio.daemon.detached.answers import DetachedAnswers
 from uma_trio.daemon.doors.attachment import Attachment
 from uma_trio.daemon.doors.frame_room import FrameRoom, HeldFrames
 from uma_trio.daemon.doors.outbox import Outbox

@@ -65,7 +65,7 @@ class Speed:
     """What decides how long a tick takes and what is in it."""
 
     cost: CostModel
-    limits: Scheduling
+    settings: Scheduling
     max_tokens: int
     """Rows of the largest batch."""
     attention: Attention = attrs.field(factory=Attention)
@@ -87,7 +87,7 @@ class Speed:
 
         budget = PrefillBudget(
             cost=self.cost,
-            limits=self.limits,
+            settings=self.settings,
             alone=attrs.evolve(work, n_calls=1),
             due_ms=target_itl_ms if work.decode_rows else math.inf,
             max_tokens=self.max_tokens,
@@ -96,7 +96,7 @@ class Speed:
             follows_prefill=False,
         )
         n = budget.tokens(work)
-        if work.decode_rows and n <= self.limits.min_chunk_tokens:
+        if work.decode_rows and n <= self.settings.min_chunk_tokens:
             after_prefill = msgspec.structs.replace(budget, follows_prefill=True)
             if after_prefill.tokens(work) <= 0:
                 n //= 2
@@ -131,7 +131,7 @@ def forecast(
     running: Sequence[Load],
     waiting: Sequence[Load],
     *,
-    places: int,
+    free_sequences: int,
     cells: int,
     speed: Speed,
     arrivals: Arrivals | None = None,
@@ -142,11 +142,11 @@ def forecast(
 
     Args:
         waiting: in the order in which they get places.  The first one blocks the others until it fits.
-        places: sequence ids that are free.
+        free_sequences: sequence ids that are free.
         cells: KV cells that are free.
         arrivals: requests that come later, behind all that wait.
     """
-    simulation = _Simulation(running, waiting, places, cells, speed, arrivals)
+    simulation = _Simulation(running, waiting, free_sequences, cells, speed, arrivals)
     simulation.run()
     return simulation.predictions()
 
@@ -173,7 +173,7 @@ class _Simulation:
         self,
         running: Sequence[Load],
         waiting: Sequence[Load],
-        places: int,
+        free_sequences: int,
         cells: int,
         speed: Speed,
         arrivals: Arrivals | None,
@@ -190,7 +190,7 @@ class _Simulation:
         """The next one is the last."""
         self._prefills: list[_Course] = []
         self._decodes: list[_Course] = []
-        self._places, self._cells, self._speed = places, cells, speed
+        self._free_sequences, self._cells, self._speed = free_sequences, cells, speed
         self._now_ms = 0.0
         for course in self._all[: self._n_running]:
             self._place(course)
@@ -231,9 +231,9 @@ class _Simulation:
         while self._waiting:
             is_alone = not (self._prefills or self._decodes)  # then it fits, or it would have been refused
             course = self._waiting[-1]
-            if not is_alone and (self._places < 1 or self._cells < course.load.cells):
+            if not is_alone and (self._free_sequences < 1 or self._cells < course.load.cells):
                 return
-            self._places -= 1
+            self._free_sequences -= 1
             self._cells -= course.load.cells
             self._place(self._waiting.pop())
 
@@ -247,7 +247,7 @@ class _Simulation:
             chunk = speed.chunk_tokens(self._work(0.0), target_ms, len(self._prefills), self._overdue())
             total = math.ceil(sum([course.prefill for course in self._prefills]))
             n_ticks = max(1.0, min(self._prefills[0].prefill // chunk, n_ticks))
-        if self._places > 0 and self._next_ms < math.inf:  # the next one runs at once
+        if self._free_sequences > 0 and self._next_ms < math.inf:  # the next one runs at once
             tick_ms = speed.cost.predict(attrs.evolve(self._work(0.0), prefill_tokens=min(chunk, total)))
             n_ticks = min(n_ticks, max(1.0, (self._next_ms - self._now_ms) / max(tick_ms, 1e-6)))
         n_ticks = math.ceil(n_ticks)
@@ -300,7 +300,7 @@ class _Simulation:
     def _end(self, course: _Course) -> None:
         course.end_ms = self._now_ms
         self._n_left -= not course.is_expected
-        self._places += 1
+        self._free_sequences += 1
         self._cells += course.load.cells
 
     def predictions(self) -> list[Prediction]:

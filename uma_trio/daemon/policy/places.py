@@ -56,7 +56,7 @@ class Claimant:
 
 
 @attrs.frozen
-class Room:
+class Capacity:
     """What a model's KV cache has in total, and what of it is free."""
 
     sequences: int
@@ -69,7 +69,7 @@ class Room:
         """Whether an average request would find a place."""
         return self.free_sequences >= 1 and self.free_cells >= self.cells // self.sequences
 
-    def without_spare(self) -> Room:
+    def without_spare(self) -> Capacity:
         """What is free beyond such a place."""
         free_cells = max(0, self.free_cells - self.cells // self.sequences)
         return attrs.evolve(self, free_sequences=max(0, self.free_sequences - 1), free_cells=free_cells)
@@ -98,10 +98,10 @@ class _Holder:
         self.sequences += n
         self.cells += n * place.cells
 
-    def share(self, room: Room, place: Place | Claimant | None = None, n: int = 1) -> float:
+    def share(self, kv: Capacity, place: Place | Claimant | None = None, n: int = 1) -> float:
         """Its weighted share, with ``n`` times ``place`` more."""
         sequences, cells = (0, 0) if place is None else (n, n * place.cells)
-        return max((self.sequences + sequences) / room.sequences, (self.cells + cells) / room.cells) / self.weight
+        return max((self.sequences + sequences) / kv.sequences, (self.cells + cells) / kv.cells) / self.weight
 
 
 def _holders(places: Iterable[Place]) -> dict[str, _Holder]:
@@ -111,7 +111,7 @@ def _holders(places: Iterable[Place]) -> dict[str, _Holder]:
     return found
 
 
-def claim(claimant: Claimant, places: Sequence[Place], room: Room) -> Claim | None:
+def claim(claimant: Claimant, places: Sequence[Place], kv: Capacity) -> Claim | None:
     """Choose the answers that make room for ``claimant``.
 
     A principal takes a place from another one that was given more service (``MAX_LEAD``), and whose share is still as large
@@ -131,9 +131,9 @@ def claim(claimant: Claimant, places: Sequence[Place], room: Room) -> Claim | No
     Returns:
         ``None`` if ``claimant`` has to wait until a place becomes free.
     """
-    room, holders = room_for(claimant, places, room), _holders(places)
+    kv, holders = capacity_for(claimant, places, kv), _holders(places)
     own = holders.setdefault(claimant.principal, _Holder(claimant.weight))
-    holds_nothing, share_with_it = not own.sequences, own.share(room, claimant)
+    holds_nothing, share_with_it = not own.sequences, own.share(kv, claimant)
     is_background = claimant.priority is Priority.BACKGROUND
 
     def gives_way(place: Place) -> bool:
@@ -147,15 +147,15 @@ def claim(claimant: Claimant, places: Sequence[Place], room: Room) -> Claim | No
         and (place.priority is Priority.BACKGROUND or not is_background)
     }
     victims: dict[int, Place] = {}
-    while not _fits(claimant, victims.values(), room):
+    while not _fits(claimant, victims.values(), kv):
         costs = [
-            (_cost(place, holders[place.principal], room, gives_way=gives_way(place)), index)
+            (_cost(place, holders[place.principal], kv, gives_way=gives_way(place)), index)
             for index, place in left.items()
             if gives_way(place)
             or holds_nothing
             or (
                 place.service > claimant.service + MAX_LEAD
-                and share_with_it <= holders[place.principal].share(room, place, -1)
+                and share_with_it <= holders[place.principal].share(kv, place, -1)
             )
         ]
         if not costs:
@@ -165,7 +165,7 @@ def claim(claimant: Claimant, places: Sequence[Place], room: Room) -> Claim | No
         holders[victims[index].principal].add(victims[index], -1)
     for index in [*victims]:  # a later one may have been large enough without it
         others = {other: place for other, place in victims.items() if other != index}
-        if _fits(claimant, others.values(), room):
+        if _fits(claimant, others.values(), kv):
             victims = others
     if not victims:
         return None
@@ -176,13 +176,13 @@ def claim(claimant: Claimant, places: Sequence[Place], room: Room) -> Claim | No
     return Claim(tuple(victims), max(turns, default=-math.inf))
 
 
-def room_for(claimant: Claimant, places: Iterable[Place], room: Room) -> Room:
+def capacity_for(claimant: Claimant, places: Iterable[Place], kv: Capacity) -> Capacity:
     """What is free for ``claimant``: not the spare place, if it is of class ``background`` and others keep one."""
     keeps_spare = claimant.priority is Priority.BACKGROUND and _are_mixed(places)
-    return room.without_spare() if keeps_spare else room
+    return kv.without_spare() if keeps_spare else kv
 
 
-def claim_spare(places: Sequence[Place], room: Room) -> Claim | None:
+def claim_spare(places: Sequence[Place], kv: Capacity) -> Claim | None:
     """Choose the ``background`` answer that gives up its place in advance, for the next request of another class.
 
     While others run, such a request would wait for copies next to their tokens.  While none runs, copies are quick, so all places
@@ -190,10 +190,10 @@ def claim_spare(places: Sequence[Place], room: Room) -> Claim | None:
     """
     held = [index for index, place in enumerate(places) if place.priority is Priority.BACKGROUND]
     left = [index for index in held if places[index].can_yield]
-    if room.has_spare or len(held) < 2 or not left or not _are_mixed(places):
+    if kv.has_spare or len(held) < 2 or not left or not _are_mixed(places):
         return None
     holders = _holders(places)
-    costs = [(_cost(places[index], holders[places[index].principal], room, gives_way=True), index) for index in left]
+    costs = [(_cost(places[index], holders[places[index].principal], kv, gives_way=True), index) for index in left]
     return Claim((min(costs)[1],), -math.inf)
 
 
@@ -202,7 +202,7 @@ def _are_mixed(places: Iterable[Place]) -> bool:
     return len({place.priority is Priority.BACKGROUND for place in places}) == 2
 
 
-def goes_before(claimant: Claimant, principal: str, places: Sequence[Place], room: Room) -> bool:
+def goes_before(claimant: Claimant, principal: str, places: Sequence[Place], kv: Capacity) -> bool:
     """Whether ``claimant`` gets room that becomes free before ``principal``, which wants more.
 
     ``principal`` may just have lost its last place.
@@ -211,19 +211,19 @@ def goes_before(claimant: Claimant, principal: str, places: Sequence[Place], roo
         return False
     holders = _holders(places)
     own, other = holders.get(claimant.principal), holders.get(principal)
-    return own is None or other is None or own.share(room, claimant) <= other.share(room)
+    return own is None or other is None or own.share(kv, claimant) <= other.share(kv)
 
 
-def _fits(claimant: Claimant, victims: Collection[Place], room: Room) -> bool:
+def _fits(claimant: Claimant, victims: Collection[Place], kv: Capacity) -> bool:
     """Whether there is room for ``claimant`` without ``victims``."""
-    cells = room.free_cells + sum([victim.cells for victim in victims])
-    return room.free_sequences + len(victims) >= 1 and cells >= claimant.cells
+    cells = kv.free_cells + sum([victim.cells for victim in victims])
+    return kv.free_sequences + len(victims) >= 1 and cells >= claimant.cells
 
 
-def _cost(place: Place, holder: _Holder, room: Room, *, gives_way: bool) -> tuple[bool, float, float, int, int]:
+def _cost(place: Place, holder: _Holder, kv: Capacity, *, gives_way: bool) -> tuple[bool, float, float, int, int]:
     """Sort key of a place: the lowest one is taken first."""
     turn_ends_s = place.turn_ends_s if holder.sequences == 1 and not gives_way else -math.inf
-    return not gives_way, turn_ends_s, -holder.share(room), -place.priority, place.n_tokens
+    return not gives_way, turn_ends_s, -holder.share(kv), -place.priority, place.n_tokens
 
 
 @attrs.define

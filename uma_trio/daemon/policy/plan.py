@@ -114,7 +114,7 @@ def plan(tick: Tick) -> Plan:
     >>> chosen = plan(Tick([SequenceView(0, due_s=0.030), SequenceView(1, due_s=0.030)],
     ...                    [SequenceView(2, n_pending=10), SequenceView(3, n_pending=100)], PolicyState(),
     ...                    now_s=0.0, cost=CostModel(model, model), max_tokens=512,
-    ...                    limits=Scheduling(prefill_burst_tokens=16)))
+    ...                    settings=Scheduling(prefill_burst_tokens=16)))
     >>> [view.seq_id for view in chosen.decodes], [(chunk.seq_id, chunk.n_tokens) for chunk in chosen.chunks]
     ([0, 1], [(2, 10), (3, 16)])
     """
@@ -194,14 +194,14 @@ def _without_background(tick: Tick) -> tuple[Tick, int]:
         tick.decodes,
         tick.prefills,
         tick.state.background_skips,
-        tick.limits.background_share,
+        tick.settings.background_share,
     )
     streams, prompts = foreground(decodes), foreground(prefills)
     waits = len(prompts) < len(prefills)
     if not waits and len(streams) == len(decodes):
         return tick, 0
     if not streams and not prompts:
-        return msgspec.structs.replace(tick, longest_ms=BACKGROUND_TICK * tick.limits.target_itl_ms), 0
+        return msgspec.structs.replace(tick, longest_ms=BACKGROUND_TICK * tick.settings.target_itl_ms), 0
     stretch, longest_ms = 0.0, math.inf
     if streams:
         alone_ms = max(tick.cost.predict(estimated_work(streams, tick.attention)), 1e-6)

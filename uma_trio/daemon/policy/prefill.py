@@ -61,14 +61,14 @@ def choose_prefill(tick: Tick, work: Work) -> tuple[list[tuple[SequenceView, int
         Each prompt that advances with its number of tokens, ``work`` with these tokens, and the service after them.
     """
     tick = _with_one_whole(tick)
-    prefills, cost, limits, n_decodes = tick.prefills, tick.cost, tick.limits, len(tick.decodes)
+    prefills, cost, settings, n_decodes = tick.prefills, tick.cost, tick.settings, len(tick.decodes)
     # The budget depends on the context before the chunks, and which prompts advance is not known yet.  So start from the
     # mean over all of them.
     mean_context = tick.attention.prefill_context(sum([view.n_context for view in prefills]) / len(prefills))
     work = attrs.evolve(work, mean_prefill_context=mean_context)
     budget_of = PrefillBudget(
         cost=cost,
-        limits=limits,
+        settings=settings,
         alone=estimated_work(tick.decodes, tick.attention),
         due_ms=tick.due_ms,
         max_tokens=tick.max_tokens,
@@ -79,12 +79,12 @@ def choose_prefill(tick: Tick, work: Work) -> tuple[list[tuple[SequenceView, int
     budget = budget_of.tokens(work)
     if MIN_ALIGNED_TOKENS <= budget < sum([view.n_pending for view in prefills]):
         aligned = budget - (budget + n_decodes if tick.mixes_prefill else budget) % ROW_ALIGNMENT
-        budget = aligned if aligned >= limits.min_chunk_tokens else budget
+        budget = aligned if aligned >= settings.min_chunk_tokens else budget
     n_calls = work.n_calls
     while True:  # the chosen prompts may have more context than the mean, so less fits; mostly one round is enough
         given, service = _divide(tick, budget)
         work = _with_prefill(tick, work, given, n_calls=n_calls)
-        rest = _rest_in_a_call_of_its_own(given, limits) if n_decodes and not tick.mixes_prefill else 0
+        rest = _rest_in_a_call_of_its_own(given, settings) if n_decodes and not tick.mixes_prefill else 0
         if rest and cost.predict(work) > MAX_FURTHER_CALL * cost.predict(attrs.evolve(work, n_calls=n_calls)):
             given, service = _divide(tick, budget - rest)
             work = _with_prefill(tick, work, given, n_calls=n_calls)
@@ -122,7 +122,7 @@ def _completed(
     return given, _with_prefill(tick, work, given, n_calls=work.n_calls + 1), service
 
 
-def _rest_in_a_call_of_its_own(given: Sequence[tuple[SequenceView, int]], limits: Scheduling) -> int:
+def _rest_in_a_call_of_its_own(given: Sequence[tuple[SequenceView, int]], settings: Scheduling) -> int:
     """Tokens of the last chunk, if it begins a prompt after the end of another long one of its group; otherwise 0.
 
     With per-sequence KV, llama.cpp computes chunks of different lengths one after another.  After short prompts, which may
@@ -132,10 +132,10 @@ def _rest_in_a_call_of_its_own(given: Sequence[tuple[SequenceView, int]], limits
     if not given:
         return 0
     *others, (last, n) = given
-    is_long = any(m > limits.prefill_burst_tokens for _, m in others)
+    is_long = any(m > settings.prefill_burst_tokens for _, m in others)
     end = all(m == view.n_pending and m != n for view, m in others)
     one_group = len({(view.priority, view.principal) for view, _ in given}) == 1
-    enough = sum([m for _, m in others]) >= limits.min_chunk_tokens
+    enough = sum([m for _, m in others]) >= settings.min_chunk_tokens
     return n if n < last.n_pending and is_long and end and one_group and enough else 0
 
 
@@ -199,7 +199,7 @@ class PrefillBudget(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """
 
     cost: CostModel
-    limits: Scheduling
+    settings: Scheduling
     alone: Work
     """Work of the decodes in one call."""
     due_ms: float
@@ -215,29 +215,37 @@ class PrefillBudget(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     def tokens(self, work: Work) -> int:
         """The budget next to ``work``, of the decodes in the calls of a tick with prefill; not positive if there is no room."""
-        cost, limits, alone, due_ms, n_decodes = self.cost, self.limits, self.alone, self.due_ms, self.alone.decode_rows
+        cost, settings, alone, due_ms, n_decodes = (
+            self.cost,
+            self.settings,
+            self.alone,
+            self.due_ms,
+            self.alone.decode_rows,
+        )
         max_tokens, overdue = self.max_tokens, self.overdue
         if not n_decodes:
-            least = limits.min_chunk_tokens * (PREFILL_ONLY_MIN_CHUNKS if due_ms == math.inf else 1)
-            return int(min(max_tokens, max(least, cost.max_prefill_tokens(min(due_ms, limits.prefill_tick_ms), work))))
+            least = settings.min_chunk_tokens * (PREFILL_ONLY_MIN_CHUNKS if due_ms == math.inf else 1)
+            return int(
+                min(max_tokens, max(least, cost.max_prefill_tokens(min(due_ms, settings.prefill_tick_ms), work)))
+            )
         in_time = cost.max_prefill_tokens(due_ms * (1 - cost.mixed.margin(due_ms)), work)
         if overdue:
             share = min(MAX_OVERDUE_SHARE, OVERDUE_PROMPT_STREAMS * len(overdue) / n_decodes)
             decode_ms = cost.predict(alone)
-            late_ms = max((1 + LATE_PREFILL_SHARE) * decode_ms, min((1 + share) * decode_ms, limits.prefill_tick_ms))
+            late_ms = max((1 + LATE_PREFILL_SHARE) * decode_ms, min((1 + share) * decode_ms, settings.prefill_tick_ms))
             late = cost.max_prefill_tokens(late_ms, work)
-            in_time = max(in_time, min(late, max(limits.min_chunk_tokens, sum(overdue))))
-        least = max(limits.min_chunk_tokens, limits.prefill_burst_tokens)
+            in_time = max(in_time, min(late, max(settings.min_chunk_tokens, sum(overdue))))
+        least = max(settings.min_chunk_tokens, settings.prefill_burst_tokens)
         if self.n_prompts <= n_decodes:
             max_tokens = min(max_tokens, max(SMOOTH_ROWS, n_decodes + least))
             if in_time > least:
                 in_time = min(in_time, max(least, cost.worthwhile_prefill_tokens(work, max_tokens - n_decodes)))
-        if in_time < limits.min_chunk_tokens:
-            in_time = 0 if self.follows_prefill else limits.min_chunk_tokens
+        if in_time < settings.min_chunk_tokens:
+            in_time = 0 if self.follows_prefill else settings.min_chunk_tokens
             decode_ms = cost.predict(alone)
             if decode_ms > due_ms:
                 late = cost.max_prefill_tokens((1 + LATE_PREFILL_SHARE) * decode_ms, work)
-                in_time = late if late >= limits.min_chunk_tokens else in_time
+                in_time = late if late >= settings.min_chunk_tokens else in_time
         return int(min(max_tokens - n_decodes, in_time))
 
 
@@ -247,7 +255,7 @@ def _divide(tick: Tick, budget: int) -> tuple[list[tuple[SequenceView, int]], Se
     if budget <= 0:
         return [], service
     token_s = 1e-3 * tick.cost.prefill_token_ms
-    return fairness.divide(tick.prefills, budget, service, burst=tick.limits.prefill_burst_tokens, token_s=token_s)
+    return fairness.divide(tick.prefills, budget, service, burst=tick.settings.prefill_burst_tokens, token_s=token_s)
 
 
 def _with_prefill(tick: Tick, work: Work, given: Sequence[tuple[SequenceView, int]], *, n_calls: int) -> Work:

@@ -72,7 +72,7 @@ class Tick(msgspec.Struct, frozen=True, gc=False):
     """When the tick begins, in seconds on the clock of the views' ``due_s``."""
     cost: CostModel
     """Predicts the time of a tick."""
-    limits: Scheduling
+    settings: Scheduling
     max_tokens: int
     """Rows of the largest batch.  ``config.load`` ensures that it exceeds the decodes by a burst."""
     mixes_prefill: bool = True

@@ -80,14 +80,14 @@ def difference(
 
 def _lengths(a: Sequence[int], b: Sequence[int]) -> tuple[int, int]:
     """How many of the first tokens of ``a`` stand for how many of ``b``, before both go on alike; all if they never do."""
-    places: dict[tuple[int, ...], int] = {}
+    positions: dict[tuple[int, ...], int] = {}
     for at in range(len(b) - RUN, -1, -1):
-        places[tuple(b[at : at + RUN])] = at
+        positions[tuple(b[at : at + RUN])] = at
     best = (len(a), len(b))
     for at in range(len(a) - RUN + 1):
         if at >= sum(best):
             break
-        other = places.get(tuple(a[at : at + RUN]))
+        other = positions.get(tuple(a[at : at + RUN]))
         if other is not None and at + other < sum(best):
             best = (at, other)
     return best
@@ -129,10 +129,10 @@ def _kind(was: str, now: str, before: str, after: str) -> ChangeKind:
 
 def _tools(text: str, at: int, tools: Sequence[str], earlier: Callable[[], str]) -> ChangeKind | None:
     """The kind if the difference is in the part of the prompt that has the tools."""
-    places = [text.find(f'"{name}"') for name in tools]
-    if not places or min(places) < 0 or at > max(places) + len(text[max(places) :].partition("\n")[0]):
+    positions = [text.find(f'"{name}"') for name in tools]
+    if not positions or min(positions) < 0 or at > max(positions) + len(text[max(positions) :].partition("\n")[0]):
         return None
     names = list(dict.fromkeys(TOOL_NAME.findall(earlier())))
     if sorted(names[: len(tools)]) == sorted(tools) and names[: len(tools)] != list(tools):
         return "tools_order"
-    return "tools" if at >= min(places) - SHOWN else None
+    return "tools" if at >= min(positions) - SHOWN else None

@@ -56,8 +56,8 @@ def take_pictures(
     taken = []
     for n, message in enumerate([*history, *messages], -len(history)):
         if message.n_pictures and isinstance(message.content, list):
-            place = f"messages[{n}].content" if n >= 0 else "the session"
-            texts = [text_of(part, f"{place}[{i}]" if n >= 0 else place) for i, part in enumerate(message.content)]
+            path = f"messages[{n}].content" if n >= 0 else "the session"
+            texts = [text_of(part, f"{path}[{i}]" if n >= 0 else path) for i, part in enumerate(message.content)]
             message = attrs.evolve(message, content="".join(texts))
         taken.append(message)
     return taken, pictures
@@ -116,12 +116,12 @@ class PlacedRows:
         return self.start + self.block.n
 
 
-def place(media: EncodedMedia, start: int) -> Iterator[PlacedRows]:
+def rows_of(media: EncodedMedia, start: int) -> Iterator[PlacedRows]:
     """The rows of ``media``, whose tokens begin at ``start`` in the prompt."""
-    places = np.flatnonzero(media.tokens >= PLACEHOLDER).tolist()
+    positions = np.flatnonzero(media.tokens >= PLACEHOLDER).tolist()
     first = 0
     for block in media.blocks:
-        yield PlacedRows(start + places[first], block, media.rows, first)
+        yield PlacedRows(start + positions[first], block, media.rows, first)
         first += block.n
 
 
@@ -136,9 +136,9 @@ def split_at_media(tokens: TokenIds, media: Sequence[EncodedMedia]) -> tuple[lis
     """
     texts: list[TokenIds] = []
     starts: list[int] = []
-    at, places = 0, np.flatnonzero(tokens >= PLACEHOLDER)
+    at, positions = 0, np.flatnonzero(tokens >= PLACEHOLDER)
     for file in media:
-        left = places[np.searchsorted(places, at) :]
+        left = positions[np.searchsorted(positions, at) :]
         if not len(left):
             break
         start = int(left[0]) - int(np.argmax(file.tokens >= PLACEHOLDER))
@@ -158,8 +158,8 @@ def rows_between(placed: Sequence[PlacedRows], start: int, end: int) -> list[Med
         begin, stop = max(start, each.start), min(end, each.end)
         if begin < stop:
             row = begin - each.start
-            place = (begin - start, stop - begin, each.file.fd, each.first + row)
-            rows.append(MediaRows(*place, is_causal=each.block.is_causal, columns=each.block.columns, row=row))
+            where = (begin - start, stop - begin, each.file.fd, each.first + row)
+            rows.append(MediaRows(*where, is_causal=each.block.is_causal, columns=each.block.columns, row=row))
     return rows
 
 

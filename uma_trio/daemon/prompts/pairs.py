@@ -57,7 +57,7 @@ class PairFormat:
 
     def _rendered(self, template: str, query: str, document: str) -> TokenIds:
         texts = {"query": self.controls.mask(query), "document": self.controls.mask(document)}
-        parts = self.controls.split(PLACES.sub(lambda place: texts[place[1]], template))
+        parts = self.controls.split(PLACES.sub(lambda field: texts[field[1]], template))
         found = [
             self.tokenizer.encode(part.text, add_special=False, parse_special=part.parse_special, continues=number > 0)
             for number, part in enumerate(parts)

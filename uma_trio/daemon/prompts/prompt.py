@@ -21,7 +21,7 @@ from uma_trio.daemon.prompts.media import (
     cut_at_pictures,
     has_all,
     picture_numbers,
-    place,
+    rows_of,
     shown,
     split_at_media,
     take_pictures,
@@ -79,7 +79,7 @@ class Prompt:
     """How the output marks reasoning; ``None`` if it stays part of the text."""
     calling: ToolCalling | None = None
     """Which calls of tools the output may have; ``None``: none."""
-    limit: ReasoningLimit | None = None
+    reasoning_limit: ReasoningLimit | None = None
     """How much reasoning the output may have; ``None``: as much as the model likes."""
     media: tuple[PlacedRows, ...] = ()
     """Tokens that are rows of pictures or sound, in order."""
@@ -266,7 +266,9 @@ class PromptMaker:
             and after != markers.closed_by
         ):
             return prompt
-        return attrs.evolve(prompt, limit=ReasoningLimit(n_tokens=n_tokens, end=end.tolist(), markers=markers))
+        return attrs.evolve(
+            prompt, reasoning_limit=ReasoningLimit(n_tokens=n_tokens, end=end.tolist(), markers=markers)
+        )
 
     def appended(self, text: str) -> list[int]:
         """Tokens of a short ``text`` that goes on a text.  Control tokens that it spells stay text."""
@@ -295,7 +297,7 @@ class PromptMaker:
 
     def reasoning_end(self, prompt: Prompt, request: Generate) -> ReasoningLimit | None:
         """How reasoning in the answer to ``prompt`` can be ended; ``None`` if there is none to end."""
-        return self._limited(prompt, request, MAX_INT32).limit
+        return self._limited(prompt, request, MAX_INT32).reasoning_limit
 
     def _tokens_and_text(
         self, request: Generate, history: History | None, encoded: Sequence[EncodedMedia]
@@ -330,7 +332,7 @@ class PromptMaker:
         if not text.startswith(self.tokenizer.bos):
             texts[0] = texts[0].removeprefix(self.tokenizer.bos)
         placed = [
-            rows for number, start in zip(numbers, starts, strict=False) for rows in place(encoded[number], start)
+            rows for number, start in zip(numbers, starts, strict=False) for rows in rows_of(encoded[number], start)
         ]
         return with_pictures(texts, numbers), placed
 
@@ -344,7 +346,9 @@ class PromptMaker:
             return (np.concatenate([past, ids]) if len(past) else ids), ()
         pictures = [encoded[number] for number in numbers]
         ids, starts = self.tokenizer.encode_around(texts, [each.tokens for each in pictures], continues=len(past) > 0)
-        media = [rows for each, start in zip(pictures, starts, strict=True) for rows in place(each, len(past) + start)]
+        media = [
+            rows for each, start in zip(pictures, starts, strict=True) for rows in rows_of(each, len(past) + start)
+        ]
         return np.concatenate([past, ids]), tuple(media)
 
     def _parts(self, request: Generate, encoded: Sequence[EncodedMedia]) -> Sequence[PromptPart]:

@@ -247,7 +247,7 @@ class Answer:
         if bounds.steering is not None or bounds.stops_at_sentence:
             return 1
         n = bounds.token_limit - len(self.tokens)
-        return n if bounds.budget is None else int(min(n, bounds.budget.room))
+        return n if bounds.budget is None else int(min(n, bounds.budget.n_free))
 
     @property
     def often_forced(self) -> bool:
@@ -339,7 +339,7 @@ class Answer:
         return make_assembler(self.request.stops, self.prompt.reasoning, self.prompt.calling, is_open=opens_reasoning)
 
     def _bounds(self) -> AnswerBounds:
-        limit = self.prompt.limit
+        limit = self.prompt.reasoning_limit
         return AnswerBounds(
             self.max_tokens, None if limit is None else limit.budget(self.prompt.text, self.prompt.calling)
         )

@@ -79,8 +79,8 @@ def apply_steering(new: NewTokens, steering: Steering, token_to_bytes: TokenToBy
     )
     steering.change = change
     new.changes.append(change)
-    if steering.limit is not None and answer.bounds.budget is None:
-        answer.bounds.budget = steering.limit.budget(answer.prompt.text, answer.prompt.calling)
+    if steering.reasoning_limit is not None and answer.bounds.budget is None:
+        answer.bounds.budget = steering.reasoning_limit.budget(answer.prompt.text, answer.prompt.calling)
         answer.bounds.budget.end_after(answer.tokens[: new.n_before], token_to_bytes)
     _set_bounds(answer, change)
     budget = answer.bounds.budget

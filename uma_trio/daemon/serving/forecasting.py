@@ -80,7 +80,7 @@ class Forecaster:
     _waiting: WaitingQueue
     _timings: StepTimings
     _info: ModelInfo
-    _limits: Scheduling
+    _settings: Scheduling
     _lengths: AnswerLengths = attrs.field(factory=AnswerLengths, init=False)
     _retries: places.RetrySchedule = attrs.field(factory=places.RetrySchedule, init=False)
     _known: defaultdict[Answer, _Known] = attrs.field(factory=lambda: defaultdict(_Known), init=False)
@@ -219,17 +219,22 @@ class Forecaster:
     def _forecast(
         self, running: abc.Sequence[Load], waiting: abc.Sequence[Load], arrivals: Arrivals | None = None
     ) -> list[Prediction]:
-        room = self._running.room()
+        capacity = self._running.capacity()
         speed = Speed(
             cost=self._timings.cost,
-            limits=self._limits,
+            settings=self._settings,
             max_tokens=self._info.n_batch,
             attention=self._timings.attention,
             mixes_prefill=self._info.unified,
             gap_ms=self._timings.gap_ms,
         )
         return forecast(
-            running, waiting, places=room.free_sequences, cells=room.free_cells, speed=speed, arrivals=arrivals
+            running,
+            waiting,
+            free_sequences=capacity.free_sequences,
+            cells=capacity.free_cells,
+            speed=speed,
+            arrivals=arrivals,
         )
 
     def _load(self, answer: Answer) -> Load:

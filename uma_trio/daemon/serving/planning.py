@@ -73,7 +73,7 @@ class StepPlanner:
         self,
         *,
         info: ModelInfo,
-        limits: Scheduling,
+        settings: Scheduling,
         timings: StepTimings,
         running: RunningSet,
         waiting: WaitingQueue,
@@ -84,7 +84,7 @@ class StepPlanner:
         speculator: Speculator,
     ) -> None:
         self._info = info
-        self._limits = limits
+        self._settings = settings
         self._timings = timings
         self._running = running
         self._cache: KvCache = running.cache
@@ -269,7 +269,7 @@ class StepPlanner:
         had_chunk, self._had_chunk = self._had_chunk, False
         if not self._embeddings.is_ready or (self._bisection.is_active and (decodes or prefills)):
             return None  # after a crash, texts and answers are suspected separately
-        time_ms = self._limits.prefill_tick_ms
+        time_ms = self._settings.prefill_tick_ms
         if decodes:
             time_ms = 1e3 * (min([view.due_s for view in decodes]) - trio.current_time())
             time_ms = (1 - MAX_MARGIN) * time_ms - self._timings.decode_ms(decodes)
@@ -290,7 +290,7 @@ class StepPlanner:
                 now_s=starts_at,
                 cost=self._timings.cost,
                 max_tokens=self._info.n_batch,
-                limits=self._limits,
+                settings=self._settings,
                 mixes_prefill=self._info.unified,
                 attention=self._timings.attention,
                 records_calls=self._info.records_calls,
@@ -304,7 +304,7 @@ class StepPlanner:
         self, chosen: Plan, answers: Mapping[int, Answer], starts_at: float, in_flight: InFlightStep | None = None
     ) -> Plan:
         """``chosen``, which computes no prompt, with several passes if that is quick and nothing comes between them."""
-        longest_ms = self._limits.multi_step_ms
+        longest_ms = self._settings.multi_step_ms
         if 2 * chosen.predicted_ms > longest_ms or chosen.drafts or not chosen.decodes:
             return chosen
         if self._speculator.has_model or self._controllers or self._bisection.is_active or not self._info.can_truncate:

@@ -244,11 +244,11 @@ class RunningSet:
         answer.allocation = None
         self.offloader.check_for_work()
 
-    def room(self) -> places.Room:
+    def capacity(self) -> places.Capacity:
         """What the KV cache has, and what of it is free."""
         kv = self.cache.statistics()
         n = self.cache.memory.n_sequences
-        return places.Room(n, kv.cells, n - kv.sequences, kv.cells - kv.cells_reserved)
+        return places.Capacity(n, kv.cells, n - kv.sequences, kv.cells - kv.cells_reserved)
 
     def preempt(self, answers: Sequence[Answer]) -> list[Answer]:
         """Take the places of ``answers``, which no step in flight computes.

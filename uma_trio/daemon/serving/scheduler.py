@@ -127,7 +127,7 @@ class Scheduler:
         self._speculator = Speculator(self.info, config.scheduling, self.timings, self._bisection)
         self._planner = StepPlanner(
             info=self.info,
-            limits=config.scheduling,
+            settings=config.scheduling,
             timings=self.timings,
             running=self._running,
             waiting=self._waiting,
@@ -142,7 +142,7 @@ class Scheduler:
             waiting=self._waiting,
             timings=self.timings,
             info=self.info,
-            limits=config.scheduling,
+            settings=config.scheduling,
         )
         self._energy = EnergyUse(meter)
         self._rest = rest_of(config.scheduling.power_limit, counts_energy=meter is not None)
@@ -185,7 +185,7 @@ class Scheduler:
                 send_prompt(answer)
         if known is not None:
             self._replay(known)
-        has_place = any(each in self._running for each in answers) or self._running.room().has_spare
+        has_place = any(each in self._running for each in answers) or self._running.capacity().has_spare
         if not has_place or answers[0].deadline_at < math.inf:  # otherwise a tick reports, while its prompt is computed
             self._report_forecasts()
         for answer in answers:

@@ -42,10 +42,10 @@ class Speculator:
     """
 
     def __init__(
-        self, info: ModelInfo, limits: Scheduling, timings: StepTimings, bisection: CrashBisection[Answer]
+        self, info: ModelInfo, settings: Scheduling, timings: StepTimings, bisection: CrashBisection[Answer]
     ) -> None:
         self._info = info
-        self._limits = limits
+        self._settings = settings
         self._timings = timings
         self._bisection = bisection
         self._model = None if info.draft_model is None else DraftModel(info)
@@ -83,7 +83,7 @@ class Speculator:
         if answer.control.exists:
             return False  # a controller may refuse each token, so it is asked one at a time
         can_draft = self._info.can_truncate and not answer.sampling.params.is_adaptive
-        return can_draft and (self._limits.speculation if wanted is None else wanted)
+        return can_draft and (self._settings.speculation if wanted is None else wanted)
 
     def preempted(self, answer: Answer) -> None:
         """``answer`` has lost its place in the KV cache."""
@@ -151,7 +151,7 @@ class Speculator:
         if not behind:
             return [], 0.0
         time_ms = 1e3 * (min([view.due_s for view in chosen.decodes]) - trio.current_time())
-        inputs = self._model.catch_up(behind, min(time_ms / 2, self._limits.prefill_tick_ms) - chosen.predicted_ms)
+        inputs = self._model.catch_up(behind, min(time_ms / 2, self._settings.prefill_tick_ms) - chosen.predicted_ms)
         return inputs, self._model.cost.ms(1, sum([len(each.tokens) for each in inputs]))
 
     def _behind(self, streams: Sequence[Answer]) -> list[Answer]:

@@ -29,7 +29,7 @@ class Steering:
     """Those of ``query.text``, or of ``query.message`` in the chat template."""
     opens_reasoning: bool = False
     """After the message the model begins with reasoning."""
-    limit: ReasoningLimit | None = None
+    reasoning_limit: ReasoningLimit | None = None
     """How reasoning ends; set if the query ends it, or has a message and the model reasons."""
     change: Change | None = None
     """What was changed, in the log of a detached answer."""

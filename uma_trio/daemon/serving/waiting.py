@@ -163,7 +163,7 @@ class WaitingQueue:
         while (first := self._first()) is not None:
             if self._admit_one(first):
                 continue
-            if first.priority is Priority.BACKGROUND and self._running.room().has_spare:
+            if first.priority is Priority.BACKGROUND and self._running.capacity().has_spare:
                 other = self._first(background=False)
                 if other is not None and self._admit_one(other):
                     continue
@@ -206,7 +206,7 @@ class WaitingQueue:
         """Whether room that becomes free is for forks, and not for ``answer``."""
         parent = self._keeps_room_for
         return parent is not None and not places.goes_before(
-            self._claimant(answer), parent.principal.name, self._places(), self._running.room()
+            self._claimant(answer), parent.principal.name, self._places(), self._running.capacity()
         )
 
     def _is_left_to_others(self, answer: Answer) -> bool:
@@ -214,9 +214,9 @@ class WaitingQueue:
         if answer.priority is not Priority.BACKGROUND:
             return False
         claimant = self._claimant(answer)
-        room = self._running.room()
-        left = places.room_for(claimant, self._places(), room)
-        return left != room and (left.free_sequences < 1 or left.free_cells < claimant.cells)
+        capacity = self._running.capacity()
+        left = places.capacity_for(claimant, self._places(), capacity)
+        return left != capacity and (left.free_sequences < 1 or left.free_cells < claimant.cells)
 
     # -- who loses its place to it --------------------------------------------------------------
 
@@ -262,7 +262,7 @@ class WaitingQueue:
             for each in self._running
         ):
             return found
-        claim = places.claim(self._claimant(answer), self._places(), self._running.room())
+        claim = places.claim(self._claimant(answer), self._places(), self._running.capacity())
         if claim is None or claim.due_s >= found[1]:
             return found
         running = [*self._running]
@@ -278,7 +278,7 @@ class WaitingQueue:
         others = [each for each in self._running if each.priority is not Priority.BACKGROUND]
         if len(self._running) - len(others) < 2 or any(each.state is State.PREFILL for each in others):
             return []
-        claim = places.claim_spare(self._places(), self._running.room())
+        claim = places.claim_spare(self._places(), self._running.capacity())
         running = [*self._running]
         return [] if claim is None else [running[index] for index in claim.victims]
 

@@ -270,9 +270,9 @@ def _of_those_with_most(idle: Sequence[Session], n: int) -> list[Session]:
 def _elsewhere(session: Session) -> SessionElsewhere:
     record = session.record
     is_own = record.key.principal.startswith(UNIX_USER)  # tenants need not know where the daemons are
-    place = record.lease.given_to if is_own else "another daemon"
+    owner = record.lease.given_to if is_own else "another daemon"
     return SessionElsewhere(
-        f"session {record.key.id!r} is at {place}: ask there, or here over HTTP", field="session_id"
+        f"session {record.key.id!r} is at {owner}: ask there, or here over HTTP", field="session_id"
     )
 
 

@@ -51,7 +51,7 @@ class ReasoningBudget:
         self._regions = RegionAssembler((), self._limit.markers, self._calling, is_open=is_open)
 
     @property
-    def room(self) -> float:
+    def n_free(self) -> float:
         """How many tokens may be sampled before the end of reasoning may have to follow.  At least 1; infinite if no
         reasoning can come any more."""
         return max(1, self._regions.tokens_to_reasoning + max(0, self.n_left))
@@ -66,7 +66,7 @@ class ReasoningBudget:
                 n_ending = len(self.end_after((token,), token_to_bytes))
 
     def end_after(self, tokens: Sequence[int], token_to_bytes: Callable[[int], bytes]) -> Sequence[int]:
-        """Count new tokens of the answer, at most ``room``; returns the tokens that must follow, mostly none."""
+        """Count new tokens of the answer, at most ``n_free``; returns the tokens that must follow, mostly none."""
         for token in tokens:
             was_reasoning = self._regions.in_reasoning
             self._regions.feed(token, token_to_bytes(token))
