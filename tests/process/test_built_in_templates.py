@@ -10,6 +10,8 @@ from uma_trio.daemon.prompts.chosen_template import built_in, choose_template
 from uma_trio.engine_link.load_errors import ModelError
 from uma_trio.errors import BadRequest
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 TALK = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Hello"},

@@ -14,6 +14,8 @@ from uma_trio.daemon.prompts.marker_text import MarkerText
 from uma_trio.daemon.prompts.reasoning import find_format, make_markers
 from uma_trio.daemon.text.budget import ReasoningLimit
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 FOLDER = ROOT / "build" / "llama.cpp" / "models" / "templates"
 
 

@@ -19,6 +19,8 @@ from uma_trio.daemon.text.regions import RegionAssembler
 from uma_trio.daemon.text.tool_calls import ToolCalling
 from uma_trio.protocol.chat import ChatMessage, Tool, ToolCall
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 FOLDER = ROOT / "build" / "llama.cpp" / "models" / "templates"
 
 TOOLS = [
