@@ -413,3 +413,10 @@ async def test_a_step_that_was_not_begun_leaves_nothing_behind(planning):
     assert found.cache.take_ops() == ("an operation",)
     assert found.principals.policy.service.counter("uid:0") == before.service.counter("uid:0")
     assert attrs.evolve(found.principals.policy, service=before.service) == before
+
+
+def test_a_copy_between_sequences_has_to_be_clearly_faster_than_prefill() -> None:
+    timings = Planning().timings
+    prefill_ms = timings.prefill_ms(33) - timings.prefill_ms(1)
+    assert timings.worth_copying(32, copy_ms=0.6 * prefill_ms)
+    assert not timings.worth_copying(32, copy_ms=0.8 * prefill_ms), "all streams would wait for it"

@@ -72,6 +72,22 @@ def test_tokens_that_are_there_and_cannot_be_taken_have_an_obstacle() -> None:
     assert (recurrent.n_common, recurrent.obstacle) == (50, "checkpoint")
 
 
+def test_a_prefix_is_copied_if_that_is_faster_than_to_compute_it() -> None:
+    for is_worth, expected in ((True, 50), (False, 0)):
+        asked: list[int] = []
+
+        def worth_copying(n_tokens: int, asked: list[int] = asked, is_worth: bool = is_worth) -> bool:
+            asked.append(n_tokens)
+            return is_worth
+
+        cache = make_cache(unified=False, cells_per_sequence=4096, worth_copying=worth_copying)
+        with_conversation(cache)
+        placement = cache.allocate(Allocation(tokens(SYSTEM, OTHER), 101))
+        assert placement is not None
+        assert (placement.n_cached, {*asked}) == (expected, {50})
+        assert placement.comparison.obstacle == ("computing" if is_worth else "short")
+
+
 def with_conversation(cache: KvCache) -> KvCache:
     """The cache, with a long conversation that begins with ``SYSTEM`` and ``HELLO``."""
     done(cache, tokens(SYSTEM, HELLO, MORE), LONG)

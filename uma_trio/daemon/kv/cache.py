@@ -79,6 +79,7 @@ class KvCache:
         idle_limit: how many cells idle sequences of a unified cache may keep.  For caches that attention scans as a
             whole; otherwise they keep ``MAX_IDLE_FRACTION`` of the cells.
         worth_loading: (tokens that loading saves computing, bytes of the state) -> whether loading is faster.
+        worth_copying: as for ``PrefixSharing``.
         clock: the current time, to say when tokens were lost.
     """
 
@@ -89,12 +90,13 @@ class KvCache:
         reuse: bool = True,
         idle_limit: IdleLimit | None = None,
         worth_loading: Callable[[int, int], bool] = lambda tokens, n_bytes: True,
+        worth_copying: Callable[[int], bool] | None = None,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.memory = memory
         self._pool = Pool(memory, idle_limit, clock)
         self._truncation = Truncation(self._pool)
-        self._sharing = PrefixSharing(self._pool, self._truncation)
+        self._sharing = PrefixSharing(self._pool, self._truncation, worth_copying)
         self._forks = Forks(self._pool, self._truncation)
         self.offload = OffloadPlanner(self._pool, self._truncation, worth_loading)
         """What to save and what to load."""

@@ -11,7 +11,7 @@ A prompt is compared with every sequence.  A context has at most 256 sequences a
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from uma_trio.daemon.kv.allocation import Allocation
@@ -38,17 +38,19 @@ class Match(NamedTuple):
 
 
 class PrefixSharing:
-    """Finds shared prefixes among the sequences of ``pool``, and copies them."""
+    """Finds shared prefixes among the sequences of ``pool``, and copies them.
 
-    def __init__(self, pool: Pool, truncation: Truncation) -> None:
+    Args:
+        worth_copying: whether copying so many tokens between separate sequences, which moves all cells of one, is faster
+            than computing them; ``None``: nobody knows.
+    """
+
+    def __init__(self, pool: Pool, truncation: Truncation, worth_copying: Callable[[int], bool] | None = None) -> None:
         self._pool = pool
         self._truncation = truncation
         self.followers: dict[Allocation, None] = {}
         """Allocations that wait for their leader, by arrival."""
-        # with per-sequence KV a copy moves all cells of the sequence, so computing a few tokens is faster
-        self._min_copied = (
-            MIN_SHARED_TOKENS if pool.memory.unified else max(MIN_SHARED_TOKENS, pool.memory.cells_per_sequence // 64)
-        )
+        self._worth_copying = worth_copying
 
     def find(
         self, allocation: Allocation, *, stalled: Collection[int] = (), excluded: Collection[Allocation] = ()
@@ -87,7 +89,7 @@ class PrefixSharing:
         if nearest is None:
             return Match(source, n_shared, n_in_common, None)
         obstacle: Obstacle = "computing"
-        if n_in_common < self._min_copied:
+        if not self._is_worth_copying(n_in_common):
             obstacle = "short"
         elif n_shared < n_in_common and (nearest.is_idle or not truncation.can_truncate):
             obstacle = "checkpoint"
@@ -109,7 +111,7 @@ class PrefixSharing:
 
     def branch(self, allocation: Allocation, source: Allocation, n_shared: int) -> None:
         """Copy the shared prefix to ``allocation``, which holds no tokens, now or when ``source`` has computed it."""
-        if n_shared < self._min_copied:
+        if not self._is_worth_copying(n_shared):
             return
         if source.n_tokens < n_shared or self._copy_is_pending:
             allocation.leader, allocation.n_awaited = source, n_shared
@@ -117,6 +119,13 @@ class PrefixSharing:
             self._truncation.add_pause(source, n_shared)
         else:
             self._truncation.copy_prefix(source, allocation, n_shared)
+
+    def _is_worth_copying(self, n_tokens: int) -> bool:
+        if n_tokens < MIN_SHARED_TOKENS or self._pool.memory.unified:
+            return n_tokens >= MIN_SHARED_TOKENS
+        if self._worth_copying is None:
+            return n_tokens >= self._pool.memory.cells_per_sequence // 64
+        return self._worth_copying(n_tokens)
 
     def stop_waiting(self, allocation: Allocation) -> None:
         """``allocation`` no longer waits for a leader."""

@@ -33,6 +33,9 @@ OVERHEAD_MS: Final = 3.0
 """Fixed cost of loading a state, whatever its size."""
 
 
+COPY_MARGIN: Final = 1.5
+"""A copy has to be this many times faster: all streams wait for it, while prefill takes the time that they leave."""
+
 LONG_PREFILL: Final = 2.0
 """How much longer than predicted a long prefill may take: after a start, the cost of long contexts is extrapolated from
 short ones, while the cost of a copy is known well."""
@@ -104,6 +107,10 @@ class StepTimings:
         """Whether reading, verifying and loading a state is likely to be faster than computing ``n_tokens`` of it."""
         copy_ms = OVERHEAD_MS + self.copy_ms("read", n_bytes) + self.copy_ms("load", n_bytes)
         return copy_ms < LONG_PREFILL * self.prefill_ms(n_tokens)
+
+    def worth_copying(self, n_tokens: int, *, copy_ms: float) -> bool:
+        """Whether a copy that takes ``copy_ms`` is clearly faster than computing ``n_tokens`` more of a prompt."""
+        return COPY_MARGIN * copy_ms < self.prefill_ms(n_tokens + 1) - self.prefill_ms(1)
 
     def prefill_ms(self, n_tokens: int) -> float:
         """Predicted duration of the prefill of the first ``n_tokens``, at least 1, of a prompt."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterator, Sequence
+from functools import partial
 from operator import attrgetter
 
 import numpy as np
@@ -27,6 +28,11 @@ from uma_trio.telemetry.metrics import Telemetry
 
 def cache_for(info: ModelInfo, timings: StepTimings, *, reuse: bool) -> KvCache:
     """The bookkeeping of the KV cache that an engine has."""
+    worth_copying = None
+    if info.memory_bytes_per_s is not None:
+        # each byte of the sequence is read and written
+        copy_ms = 2e3 * info.n_ctx_seq * info.kv_bytes_per_token / info.memory_bytes_per_s
+        worth_copying = partial(timings.worth_copying, copy_ms=copy_ms)
     return KvCache(
         KvMemory(
             n_sequences=info.n_seq_max,
@@ -40,6 +46,7 @@ def cache_for(info: ModelInfo, timings: StepTimings, *, reuse: bool) -> KvCache:
         reuse=reuse,
         idle_limit=IdleLimit(info.n_ctx) if info.attention_scan is AttentionScan.CACHE else None,
         worth_loading=timings.worth_loading,
+        worth_copying=worth_copying,
         clock=trio.current_time,
     )
 
