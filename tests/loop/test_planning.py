@@ -322,7 +322,7 @@ async def test_no_step_runs_ahead_of_one_that_was_revoked(planning):
     found.streams(1)
     step = found.submitted(found.next_step())
     step.revoked = True
-    assert found.step_ahead(step) is NoStep.NO_SEQUENCE
+    assert found.step_ahead(step) is NoStep.NO_ANSWER
 
 
 async def test_draft_tokens_continue_a_known_token(planning):

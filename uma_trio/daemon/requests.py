@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections import abc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Final
 
@@ -61,7 +60,7 @@ class ModelRequest:
     _scope: trio.CancelScope = attrs.field(factory=trio.CancelScope, init=False)
     _service: ModelService | None = attrs.field(default=None, init=False)
     """The service of its model; ``None`` before that is loaded."""
-    _answers: abc.Sequence[Answer | PendingEmbeddings] = attrs.field(default=(), init=False)
+    _answers: Sequence[Answer | PendingEmbeddings] = attrs.field(default=(), init=False)
     """What the scheduler makes for it."""
     _is_submitted: bool = attrs.field(default=False, init=False)
 
@@ -116,7 +115,7 @@ class ModelRequest:
         """End the answers that have not ended, with ``reason`` or as cancelled."""
         raise NotImplementedError
 
-    async def _wait(self, service: ModelService, answers: abc.Sequence[Answer | PendingEmbeddings]) -> None:
+    async def _wait(self, service: ModelService, answers: Sequence[Answer | PendingEmbeddings]) -> None:
         """Wait for ``answers`` as long as a request may take; then end those that are left, with the reason."""
         self._answers, self._is_submitted, self._scope.deadline = answers, True, math.inf
         ending: UmaError | None = None
@@ -142,7 +141,7 @@ class Generation(ModelRequest):
     request: Generate
     record: AnswerRecord | None = None
     """Keeps the answer, if it is detached."""
-    _answers: abc.Sequence[Answer]
+    _answers: Sequence[Answer]
 
     @property
     def _deadline_at(self) -> float:
@@ -297,7 +296,7 @@ class Pooling(ModelRequest):
     """A request for a result of each of its texts; what all kinds have in common."""
 
     request: PoolingRequest
-    _answers: abc.Sequence[PendingEmbeddings]
+    _answers: Sequence[PendingEmbeddings]
 
     async def _pending(self, service: ModelService) -> PendingEmbeddings:
         """What the scheduler is to compute.

@@ -215,19 +215,12 @@ class PrefillBudget(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     def tokens(self, work: Work) -> int:
         """The budget next to ``work``, of the decodes in the calls of a tick with prefill; not positive if there is no room."""
-        cost, settings, alone, due_ms, n_decodes = (
-            self.cost,
-            self.settings,
-            self.alone,
-            self.due_ms,
-            self.alone.decode_rows,
-        )
-        max_tokens, overdue = self.max_tokens, self.overdue
+        cost, settings, alone, due_ms = self.cost, self.settings, self.alone, self.due_ms
+        n_decodes, max_tokens, overdue = alone.decode_rows, self.max_tokens, self.overdue
         if not n_decodes:
             least = settings.min_chunk_tokens * (PREFILL_ONLY_MIN_CHUNKS if due_ms == math.inf else 1)
-            return int(
-                min(max_tokens, max(least, cost.max_prefill_tokens(min(due_ms, settings.prefill_tick_ms), work)))
-            )
+            most = cost.max_prefill_tokens(min(due_ms, settings.prefill_tick_ms), work)
+            return int(min(max_tokens, max(least, most)))
         in_time = cost.max_prefill_tokens(due_ms * (1 - cost.mixed.margin(due_ms)), work)
         if overdue:
             share = min(MAX_OVERDUE_SHARE, OVERDUE_PROMPT_STREAMS * len(overdue) / n_decodes)

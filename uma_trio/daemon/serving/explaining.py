@@ -10,6 +10,7 @@ import attrs
 import trio
 
 from uma_trio.daemon.kv.lost_prefixes import Comparison
+from uma_trio.daemon.policy.timings import StepTimings
 from uma_trio.daemon.prompts.difference import difference
 from uma_trio.daemon.serving.answer import Answer
 from uma_trio.engine_link.media import PLACEHOLDER
@@ -56,12 +57,13 @@ class Explainer:
     """
 
     _spell_each: SpellEach
+    _timings: StepTimings
     _kept: deque[Prefilled] = attrs.field(factory=deque, init=False)
     _n_chars: int = attrs.field(default=0, init=False)
 
-    def ended(self, answer: Answer, token_ms: float) -> None:
+    def ended(self, answer: Answer) -> None:
         """Keep what is known of the prompt of ``answer``, if it was computed; the oldest ones go."""
-        found = _prefilled(answer, token_ms)
+        found = self._prefilled(answer)
         if found is None or len(found.text) > MAX_KEPT_CHARS or answer.index:
             return
         self._kept.append(found)
@@ -78,7 +80,7 @@ class Explainer:
         ]
         self._kept, self._n_chars = deque(kept), sum([len(each.text) for each in kept])
 
-    def find(self, request_id: str, principal: str, running: Iterable[Answer], token_ms: float) -> Explanation:
+    def find(self, request_id: str, principal: str, running: Iterable[Answer]) -> Explanation:
         """Explain the prompt of the last request of this id.
 
         Raises:
@@ -86,7 +88,7 @@ class Explainer:
         """
         ids = request_ids(request_id)
         now = [each for each in running if each.request.id in ids and each.principal.name == principal]
-        found = next(filter(None, [_prefilled(each, token_ms) for each in now]), None)
+        found = next(filter(None, [self._prefilled(each) for each in now]), None)
         if found is None:
             for each in self._kept:
                 if each.request_id in ids and each.principal == principal:
@@ -99,9 +101,9 @@ class Explainer:
             )
         return self._explain(found)
 
-    def of(self, answer: Answer, token_ms: float) -> Explanation | None:
+    def of(self, answer: Answer) -> Explanation | None:
         """Explain the prompt of ``answer``; ``None`` if it was not computed."""
-        found = _prefilled(answer, token_ms)
+        found = self._prefilled(answer)
         return None if found is None else self._explain(found)
 
     def _explain(self, found: Prefilled) -> Explanation:
@@ -160,22 +162,21 @@ class Explainer:
         pieces = self._spell_each([token for token in tokens if token < PLACEHOLDER])
         return b"".join(pieces).decode("utf-8", "replace")
 
-
-def _prefilled(answer: Answer, token_ms: float) -> Prefilled | None:
-    request, comparison = answer.request, answer.comparison
-    if comparison is None:
-        return None
-    messages = request.messages or ()
-    return Prefilled(
-        request_id=request.id,
-        principal=answer.principal.name,
-        tokens=answer.prompt.tokens,
-        text=answer.prompt.text,
-        roles=[each.role for each in messages],
-        messages=[each.text for each in messages],
-        tools=[each.name for each in request.tools],
-        n_cached=answer.n_cached,
-        is_private=not request.cache_prompt,
-        comparison=comparison,
-        token_ms=token_ms,
-    )
+    def _prefilled(self, answer: Answer) -> Prefilled | None:
+        request, comparison = answer.request, answer.comparison
+        if comparison is None:
+            return None
+        messages = request.messages or ()
+        return Prefilled(
+            request_id=request.id,
+            principal=answer.principal.name,
+            tokens=answer.prompt.tokens,
+            text=answer.prompt.text,
+            roles=[each.role for each in messages],
+            messages=[each.text for each in messages],
+            tools=[each.name for each in request.tools],
+            n_cached=answer.n_cached,
+            is_private=not request.cache_prompt,
+            comparison=comparison,
+            token_ms=self._timings.cost.prefill_token_ms,
+        )

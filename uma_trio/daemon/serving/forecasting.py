@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import abc, defaultdict, deque
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from itertools import chain
 from typing import Final
 
@@ -217,9 +218,9 @@ class Forecaster:
         return dict(zip([*running, *waiting], found, strict=True))
 
     def _forecast(
-        self, running: abc.Sequence[Load], waiting: abc.Sequence[Load], arrivals: Arrivals | None = None
+        self, running: Sequence[Load], waiting: Sequence[Load], arrivals: Arrivals | None = None
     ) -> list[Prediction]:
-        capacity = self._running.capacity()
+        kv = self._running.capacity()
         speed = Speed(
             cost=self._timings.cost,
             settings=self._settings,
@@ -229,12 +230,7 @@ class Forecaster:
             gap_ms=self._timings.gap_ms,
         )
         return forecast(
-            running,
-            waiting,
-            free_sequences=capacity.free_sequences,
-            cells=capacity.free_cells,
-            speed=speed,
-            arrivals=arrivals,
+            running, waiting, free_sequences=kv.free_sequences, cells=kv.free_cells, speed=speed, arrivals=arrivals
         )
 
     def _load(self, answer: Answer) -> Load:

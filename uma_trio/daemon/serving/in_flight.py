@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+import attrs
 import trio
 
 from uma_trio.daemon.engines.supervisor import SupervisedEngine
@@ -18,6 +19,7 @@ MAX_DELAY_MS: Final = 3.0
 and the first token of the request comes a step earlier.  On an H200 loads of 8 and 32 clients ended sooner so."""
 
 
+@attrs.define(eq=False)
 class InFlightSteps:
     """At most two steps.
 
@@ -25,14 +27,13 @@ class InFlightSteps:
     answers each of them, revoked ones included.
     """
 
-    def __init__(self, engine: SupervisedEngine) -> None:
-        self._engine = engine
-        self.begun: InFlightStep | None = None
-        """The step that computes.  If it ran ahead, it may have been revoked before it began."""
-        self.ahead: InFlightStep | None = None
-        """The step that runs ahead of it; it may have been revoked."""
-        self.lost_time = LostTime()
-        self._n_steps = 0
+    _engine: SupervisedEngine
+    begun: InFlightStep | None = attrs.field(default=None, init=False)
+    """The step that computes.  If it ran ahead, it may have been revoked before it began."""
+    ahead: InFlightStep | None = attrs.field(default=None, init=False)
+    """The step that runs ahead of it; it may have been revoked."""
+    lost_time: LostTime = attrs.field(factory=LostTime, init=False)
+    _n_steps: int = attrs.field(default=0, init=False)
 
     def __iter__(self) -> Iterator[InFlightStep]:
         """The steps in their order."""

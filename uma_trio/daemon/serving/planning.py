@@ -10,13 +10,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Final
+from typing import Any, Final
 
 import attrs
 import trio
 
 from uma_trio.config import Scheduling
-from uma_trio.daemon.kv.cache import KvCache
 from uma_trio.daemon.policy.bisection import CrashBisection
 from uma_trio.daemon.policy.cost import MAX_MARGIN
 from uma_trio.daemon.policy.gaps import NO_FILLERS
@@ -27,7 +26,6 @@ from uma_trio.daemon.policy.view import Priority, SequenceView, foreground
 from uma_trio.daemon.serving.answer import Answer, State
 from uma_trio.daemon.serving.controllers.driver import ControllerDriver
 from uma_trio.daemon.serving.embedding import EmbeddingChunk, EmbeddingQueue
-from uma_trio.daemon.serving.offload import Offloader
 from uma_trio.daemon.serving.principals import Principals
 from uma_trio.daemon.serving.running import RunningSet
 from uma_trio.daemon.serving.speculation import Speculator, often_forced
@@ -52,7 +50,7 @@ class NoStep(enum.Enum):
     """Why there is no next step now."""
 
     NOTHING_READY = "nothing can be computed"
-    NO_SEQUENCE = "the step in flight computes no answer"
+    NO_ANSWER = "the step in flight computes no answer"
     DRAFTS = "prompt lookup or a grammar may have draft tokens, or the draft model lacks a part of a prompt"
     UNKNOWN_DURATION = "a copy of a KV state or texts to embed wait, and the next plan must know how long they take"
     OUTLIER = "the last step was predicted badly, so a chunk of a prompt could delay all streams"
@@ -62,6 +60,7 @@ class NoStep(enum.Enum):
     CANNOT_TRUNCATE = "a prompt begins or goes on, and its answer cannot be cut to what it turns out to hold"
 
 
+@attrs.define(eq=False, kw_only=True)
 class StepPlanner:
     """Plans the steps of one engine, one after another.
 
@@ -69,36 +68,20 @@ class StepPlanner:
     and the policy's state advances.  So a planned step must be submitted, or given back with ``undo``.
     """
 
-    def __init__(
-        self,
-        *,
-        info: ModelInfo,
-        settings: Scheduling,
-        timings: StepTimings,
-        running: RunningSet,
-        waiting: WaitingQueue,
-        embeddings: EmbeddingQueue,
-        controllers: ControllerDriver,
-        principals: Principals,
-        bisection: CrashBisection[Answer],
-        speculator: Speculator,
-    ) -> None:
-        self._info = info
-        self._settings = settings
-        self._timings = timings
-        self._running = running
-        self._cache: KvCache = running.cache
-        self._offloader: Offloader = running.offloader
-        self._waiting = waiting
-        self._embeddings = embeddings
-        self._controllers = controllers
-        self._principals = principals
-        self._bisection = bisection
-        self._speculator = speculator
-        self._had_chunk = False
-        """The last step that was planned had texts to embed."""
-        self.last_was_outlier = True
-        """The last step took much more or less time than predicted, or there was none."""
+    _info: ModelInfo
+    _settings: Scheduling
+    _timings: StepTimings
+    _running: RunningSet
+    _waiting: WaitingQueue
+    _embeddings: EmbeddingQueue
+    _controllers: ControllerDriver
+    _principals: Principals
+    _bisection: CrashBisection[Answer]
+    _speculator: Speculator
+    _had_chunk: bool = attrs.field(default=False, init=False)
+    """The last step that was planned had texts to embed."""
+    last_was_outlier: bool = attrs.field(default=True, init=False)
+    """The last step took much more or less time than predicted, or there was none."""
 
     # -- the next step --------------------------------------------------------------------------
 
@@ -110,9 +93,9 @@ class StepPlanner:
         if self._running.is_copying:  # a request waits for the copy: a chunk or background streams would delay it
             decodes, prefills = foreground(decodes), []
         urgent = foreground(decodes) or decodes  # background streams that wait for others are always late
-        transfer, embedding = self._offloader.next_transfer(urgent), None
+        transfer, embedding = self._running.offloader.next_transfer(urgent), None
         if transfer is not None:
-            starts_at += self._offloader.predicted_ms(transfer) / 1e3
+            starts_at += self._running.offloader.predicted_ms(transfer) / 1e3
             if not foreground([*decodes, *prefills]):  # a copy cannot be interrupted, so it has no rows next to it
                 decodes, prefills = [], []
         elif not self._running.is_copying:
@@ -126,7 +109,7 @@ class StepPlanner:
         if self._speculator.has_model and not draft_inputs:
             draft_inputs, draft_ms = self._speculator.catch_up(chosen, answers)
             chosen = attrs.evolve(chosen, predicted_ms=chosen.predicted_ms + draft_ms)
-        ops: Sequence[KvOp] = self._cache.take_ops()
+        ops: Sequence[KvOp] = self._running.cache.take_ops()
         if transfer is not None:
             ops = (*ops, transfer.op)
         if not chosen.decodes and not chosen.chunks and not ops and embedding is None:
@@ -137,13 +120,10 @@ class StepPlanner:
             chosen = attrs.evolve(chosen, state=attrs.evolve(chosen.state, service=service))
         elif not (ops or prefills or gives_way):
             chosen = self._repeated(chosen, answers, starts_at)
-        before, self._principals.policy = self._principals.policy, chosen.state
-        return PlannedStep(
-            plan=chosen,
-            answers=answers,
-            ops=ops,
-            policy_before=before,
-            mask_timeout_ms=self._mask_timeout_ms,
+        return self._planned(
+            chosen,
+            answers,
+            ops,
             look_ahead=look_ahead,
             transfer=transfer,
             embedding=embedding,
@@ -154,10 +134,10 @@ class StepPlanner:
     def obstacle(self, step: InFlightStep) -> NoStep | None:
         """Why no step may run ahead of ``step``, whatever is ready."""
         if step.revoked or not step.rows:
-            return NoStep.NO_SEQUENCE
+            return NoStep.NO_ANSWER
         if step.planned.plan.drafts and any(row.drafts for row in step.rows.values()):
             return NoStep.DRAFTS
-        if self._offloader.has_transfers or self._running.is_copying or self._embeddings.is_ready:
+        if self._running.offloader.has_transfers or self._running.is_copying or self._embeddings.is_ready:
             return NoStep.UNKNOWN_DURATION
         if self._bisection.is_active:
             return NoStep.SUSPECTS
@@ -198,18 +178,16 @@ class StepPlanner:
         chosen, answers = self._settle(chosen, answers, step)
         draft_inputs = self._speculator.inputs(chosen, answers) if chosen.drafts else ()
         gives_way = not draft_inputs and self._gives_way(chosen, answers)
-        ops = self._cache.take_ops(in_flight=True)
+        ops = self._running.cache.take_ops(in_flight=True)
         if not (ops or prefills or gives_way):
             chosen = self._repeated(chosen, answers, step.completed_at, step)
+        return self._planned(chosen, answers, ops, draft_inputs=draft_inputs, gives_way=gives_way)
+
+    def _planned(self, chosen: Plan, answers: Mapping[int, Answer], ops: Sequence[KvOp], **others: Any) -> PlannedStep:
         before, self._principals.policy = self._principals.policy, chosen.state
+        timeout_ms = MASK_TIMEOUT_MS if self._info.can_truncate else LONG_MASK_TIMEOUT_MS
         return PlannedStep(
-            plan=chosen,
-            answers=answers,
-            ops=ops,
-            policy_before=before,
-            mask_timeout_ms=self._mask_timeout_ms,
-            draft_inputs=draft_inputs,
-            gives_way=gives_way,
+            plan=chosen, answers=answers, ops=ops, policy_before=before, mask_timeout_ms=timeout_ms, **others
         )
 
     def completed(self, completed: CompletedStep) -> None:
@@ -226,7 +204,7 @@ class StepPlanner:
             began: its KV operations are done.
         """
         if not began:
-            self._cache.put_back(planned.ops)
+            self._running.cache.put_back(planned.ops)
         self._speculator.undo(planned)
         self._principals.policy = self._principals.policy.undo(planned.policy_before, planned.plan.state)
 
@@ -262,7 +240,7 @@ class StepPlanner:
 
     def _pause_of(self, answer: Answer) -> int:
         assert answer.allocation is not None
-        return self._cache.next_pause(answer.allocation)
+        return self._running.cache.next_pause(answer.allocation)
 
     def _next_chunk(self, decodes: Sequence[SequenceView], prefills: Sequence[SequenceView]) -> EmbeddingChunk | None:
         """The texts that the next step embeds, in the time that streams leave.  Prompts get half of that time."""
@@ -323,11 +301,11 @@ class StepPlanner:
         if scan is not AttentionScan.CACHE:
             return Attention(scan)
         n = None if step is None else step.planned.plan.n_rows
-        return Attention(scan, self._cache.cells_scanned(n))
+        return Attention(scan, self._running.cache.cells_scanned(n))
 
     def _fillers(self) -> Mapping[int, int]:
         """See ``Tick.fillers``.  No answer holds more than a request may have: a model may know no position beyond that."""
-        return self._cache.lengths_below(self._info.max_request_tokens) if self._info.fills_gaps else NO_FILLERS
+        return self._running.cache.lengths_below(self._info.max_request_tokens) if self._info.fills_gaps else NO_FILLERS
 
     def _settle(
         self, chosen: Plan, answers: Mapping[int, Answer], in_flight: InFlightStep | None = None
@@ -347,10 +325,6 @@ class StepPlanner:
             assert answer.allocation is not None
             chunks.append(attrs.evolve(chunk, seq_id=answer.allocation.seq_id))
         return attrs.evolve(chosen, chunks=tuple(chunks)), self._running.by_seq_id()
-
-    @property
-    def _mask_timeout_ms(self) -> float:
-        return MASK_TIMEOUT_MS if self._info.can_truncate else LONG_MASK_TIMEOUT_MS
 
 
 def _max_passes(answer: Answer, in_flight: InFlightStep | None) -> int:

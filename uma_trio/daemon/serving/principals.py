@@ -14,6 +14,7 @@ from uma_trio.errors import TooManyRequests
 from uma_trio.principal import Principal
 
 
+@attrs.define(eq=False)
 class Principals:
     """The principals of one model.
 
@@ -22,13 +23,10 @@ class Principals:
         embeddings: returns the requests for embeddings that have not ended.
     """
 
-    def __init__(
-        self, answers: Callable[[], Iterable[Answer]], embeddings: Callable[[], Iterable[PendingEmbeddings]]
-    ) -> None:
-        self._answers = answers
-        self._embeddings = embeddings
-        self.policy = PolicyState()
-        """What the latest plan has left for the next one, with what each principal was given."""
+    _answers: Callable[[], Iterable[Answer]]
+    _embeddings: Callable[[], Iterable[PendingEmbeddings]]
+    policy: PolicyState = attrs.field(factory=PolicyState, init=False)
+    """What the latest plan has left for the next one, with what each principal was given."""
 
     @property
     def service(self) -> Service:

@@ -106,6 +106,8 @@ class Scheduler:
         self._config = config
         self._stats = Stats(self.info, debug=config.operations.debug, replay=config.operations.perf_log_replay)
         self.telemetry = self._stats.telemetry
+        self.sinks: list[PerfSink] = self._stats.sinks
+        """Who gets a record of each tick and each request; others may join and leave."""
         self.timings = StepTimings(cost or CostModel(), self.info.n_batch)
         self.cache = cache_for(self.info, self.timings, reuse=config.scheduling.prefix_reuse)
         self.offloader = Offloader(
@@ -147,7 +149,9 @@ class Scheduler:
         self._energy = EnergyUse(meter)
         self._rest = rest_of(config.scheduling.power_limit, counts_energy=meter is not None)
         """Chooses pauses between steps; ``None``: there is no limit of power."""
-        self._explainer = Explainer(spell_each or (lambda tokens: [token_to_bytes(token) for token in tokens]))
+        self._explainer = Explainer(
+            spell_each or (lambda tokens: [token_to_bytes(token) for token in tokens]), self.timings
+        )
         self.on_step: Callable[[], None] | None = None
         """Called in every tick, when what the KV cache holds may have changed."""
         self._wake = trio.Event()
@@ -260,7 +264,7 @@ class Scheduler:
         Raises:
             AnswerNotFound: nothing is known of it.
         """
-        return self._explainer.find(request_id, principal, self.answers(), self.timings.cost.prefill_token_ms)
+        return self._explainer.find(request_id, principal, self.answers())
 
     def forget(self, tokens: TokenIds, principal: str) -> None:
         """Forget the prompts of ``principal`` that are a prefix of ``tokens``."""
@@ -359,11 +363,6 @@ class Scheduler:
     def describe_sequences(self) -> list[SequenceInfo]:
         """What the KV cache holds.  Never waits for a tick."""
         return self._running.describe()
-
-    @property
-    def sinks(self) -> list[PerfSink]:
-        """Who gets a record of each tick and each request; others may join and leave."""
-        return self._stats.sinks
 
     def health(self) -> list[HealthCheck]:
         """Whether another request could be served now.  Never waits for a tick."""
@@ -650,14 +649,13 @@ class Scheduler:
         self._principals.ended(answer.principal)
         if answer.control.exists:
             self._controllers.ended(answer)
-        token_ms = self.timings.cost.prefill_token_ms
         if isinstance(reason, UmaError):
             reason.request_id = answer.request.id
             answer.sink.send(Failure.of(reason, metadata=answer.request.metadata, index=answer.index))
         else:
-            explanation = self._explainer.of(answer, token_ms) if answer.request.explain else None
+            explanation = self._explainer.of(answer) if answer.request.explain else None
             answer.sink.send(answer.eos(reason, now, explanation))
-        self._explainer.ended(answer, token_ms)
+        self._explainer.ended(answer)
         self._stats.record_end(answer, reason, now)
         self._forecaster.ended(answer, reason)
         self._bisection.discard(answer)

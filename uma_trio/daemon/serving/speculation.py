@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+import attrs
 import msgspec
 import trio
 
@@ -34,6 +35,7 @@ INITIAL_ACCEPTANCE_RATE_IF_REQUESTED: Final = 0.95
 """The same where the request asks for speculation."""
 
 
+@attrs.define(eq=False)
 class Speculator:
     """The draft tokens of the steps that one planner plans.
 
@@ -41,14 +43,15 @@ class Speculator:
         bisection: while it searches, the draft model computes nothing, so it is no suspect.
     """
 
-    def __init__(
-        self, info: ModelInfo, settings: Scheduling, timings: StepTimings, bisection: CrashBisection[Answer]
-    ) -> None:
-        self._info = info
-        self._settings = settings
-        self._timings = timings
-        self._bisection = bisection
-        self._model = None if info.draft_model is None else DraftModel(info)
+    _info: ModelInfo
+    _settings: Scheduling
+    _timings: StepTimings
+    _bisection: CrashBisection[Answer]
+    _model: DraftModel | None = attrs.field(init=False)
+
+    @_model.default
+    def _draft_model(self) -> DraftModel | None:
+        return None if self._info.draft_model is None else DraftModel(self._info)
 
     @property
     def has_model(self) -> bool:

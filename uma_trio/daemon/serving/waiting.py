@@ -62,9 +62,7 @@ class WaitingQueue:
         """Whether another request may wait, if it must, and whether those that wait do so for KV cells."""
         n_waiting, kv = len(self._candidates), self._cache.statistics()
         full = n_waiting >= self._max_length and (n_waiting > 0 or kv.sequences >= self._cache.memory.n_sequences)
-        short = (
-            n_waiting > 0 and kv.sequences < self._cache.memory.n_sequences
-        )  # a sequence is free, so cells are what is missing
+        short = n_waiting > 0 and kv.sequences < self._cache.memory.n_sequences  # one is free: cells are missing
         return [
             HealthCheck(name="queue", ok=not full, reason=f"{n_waiting} of {self._max_length} requests wait"),
             HealthCheck(name="memory", ok=not short, reason=_describe_cells(kv)),

@@ -20,16 +20,9 @@ class ControlledAnswers:
         """All answers of the requests that have live ones, ended ones included."""
         self._last_id = 0
 
-    def __len__(self) -> int:
-        return len(self.live)
-
     def __iter__(self) -> Iterator[Answer]:
         """The live ones, the oldest first; they may end meanwhile."""
         return iter([*self.live.values()])
-
-    def get(self, id: int) -> Answer | None:
-        """The answer of this id, unless it has ended."""
-        return self.live.get(id)
 
     def in_phase(self, *phases: Phase) -> list[Answer]:
         """The live answers in one of ``phases``, the oldest first."""

@@ -105,7 +105,7 @@ class ControllerDriver:
         if self._runtime is None:
             return None
         return {
-            "sequences": len(self._controlled),
+            "sequences": len(self._controlled.live),
             **self._post_pre_ms.snapshot("post_pre_ms"),
             **self._mid_ms.snapshot("mid_ms"),
             "skipped_total": self._skipped,
@@ -405,7 +405,7 @@ class ControllerDriver:
         Returns:
             Its answer; ``None`` if that has ended, or the controller failed.
         """
-        answer = self._controlled.get(id)
+        answer = self._controlled.live.get(id)
         if answer is None:
             return None
         send_controller_output(answer, found)

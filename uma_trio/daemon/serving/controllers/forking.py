@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+import attrs
+
 from uma_trio.daemon.serving.answer import Answer
 from uma_trio.daemon.serving.controllers.answers import ControlledAnswers, control_of, is_prefilled, reading
 from uma_trio.daemon.serving.controllers.loop import Loop
@@ -22,16 +24,16 @@ MAX_ANSWERS: Final = 1024
 """Answers of one request in all, ended ones included: forks that fork again would go on for ever."""
 
 
+@attrs.define(eq=False)
 class Forking:
     """Forks the answers of ``controlled`` that are in phase FORK."""
 
-    def __init__(self, controlled: ControlledAnswers, running: RunningSet, waiting: WaitingQueue, loop: Loop) -> None:
-        self._controlled = controlled
-        self._running = running
-        self._waiting = waiting
-        self._loop = loop
-        self._found_no_room: tuple[Answer, int] | None = None
-        """The answer that is next, and changes of the cache when it found no room."""
+    _controlled: ControlledAnswers
+    _running: RunningSet
+    _waiting: WaitingQueue
+    _loop: Loop
+    _found_no_room: tuple[Answer, int] | None = attrs.field(default=None, init=False)
+    """The answer that is next, and changes of the cache when it found no room."""
 
     def is_possible(self) -> bool:
         """Whether ``next_group`` would try, or refuse, to fork an answer."""

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Final
 
+import attrs
+
 from uma_trio.daemon.engines.supervisor import SupervisedEngine
 from uma_trio.daemon.serving.answer import Answer
 from uma_trio.daemon.serving.controllers.answers import control_of, is_prefilled
@@ -19,12 +21,12 @@ SHORT_MASK_TIMEOUT_MS: Final = 2.0
 grammar."""
 
 
+@attrs.define(eq=False)
 class MaskedSteps:
-    """Those of ``steps`` in which the engine waits for masks.  The key of a mask is the runtime's id of its answer."""
+    """Those of ``in_flight`` in which the engine waits for masks.  The key of a mask is the runtime's id of its answer."""
 
-    def __init__(self, engine: SupervisedEngine, steps: InFlightSteps) -> None:
-        self._engine = engine
-        self.in_flight = steps
+    _engine: SupervisedEngine
+    in_flight: InFlightSteps
 
     @property
     def begun(self) -> InFlightStep | None:
