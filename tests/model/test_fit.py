@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -150,7 +151,10 @@ def test_a_failed_allocation_counts_as_short_memory(library: Path) -> None:
         "except LoadError as error:\n"
         "    print(error.is_about_memory)\n"
     )
-    ended = subprocess.run([sys.executable, "-c", code, str(EMBEDDED)], capture_output=True, text=True, timeout=120)
+    environment = {**os.environ, "OMP_STACKSIZE": "512K"}  # a thread for each core must not need what is left
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(EMBEDDED)], capture_output=True, text=True, timeout=120, env=environment
+    )
     assert ended.stdout.splitlines()[-1:] == ["True"], ended.stderr
 
 

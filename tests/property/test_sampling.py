@@ -360,3 +360,21 @@ def test_a_new_filter_is_a_row_of_the_table(others):
             patch.setattr(module, "FILTERS", (*filters.FILTERS, filters.Filter(lambda params, n: True, keep_best)))
         ids, _ = distribution(*noise(1, 1000), SamplingParams(temperature=1.0, **others))
     assert ids.tolist() == [noise(1, 1000).argmax()]
+
+
+def test_a_failure_in_a_thread_is_raised_when_all_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    n_done = []
+
+    def broken(logits: np.ndarray, rows: Rows, mus: object, plan: object) -> np.ndarray:
+        if threading.current_thread() is not threading.main_thread():
+            raise ZeroDivisionError
+        n_done.append(len(logits))
+        return np.zeros(len(logits), np.int32)
+
+    monkeypatch.setattr("uma_trio.engine.sampling.sampler.sample", broken)
+    with contextlib.closing(SamplingThreads(3)) as threads:
+        rows = Rows([SamplingParams(temperature=0.0)] * 64, [0] * 64)
+        for _ in range(2):  # and the threads can go on
+            with pytest.raises(ZeroDivisionError):
+                threads.sample(noise(64, 60_000, 1.0, seed=1), rows)
+    assert n_done == [21, 21]

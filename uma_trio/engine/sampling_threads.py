@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import functools
+import threading
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -14,11 +15,13 @@ from uma_trio.engine.sampling.candidates import Floats
 from uma_trio.engine.sampling.plan import Rows, SamplingPlan
 from uma_trio.engine_link.sampling import SamplingParams
 
-LOGITS_OF_A_THREAD: Final = 1 << 22
-"""To find the best of these takes 0.9 ms, since they are in no cache.  On a virtual machine with a GPU, four threads that
-share them need as long as one: waking them takes what they save."""
+Tokens = npt.NDArray[np.int32]
 
-DRAW: Final = 16
+LOGITS_OF_A_THREAD: Final = 1 << 20
+"""To find the best of these takes 0.4 to 0.5 ms on the host of a GPU, since they are in no cache; with half as many,
+waking the threads takes what they save."""
+
+DRAW: Final = 4
 """A draw counts as so many times finding the best token, so that threads share draws of a quarter of a million logits each.
 With fewer rows in a thread the threads wait for each other."""
 
@@ -35,7 +38,7 @@ class SamplingThreads:
 
     def __init__(self, n_threads: int) -> None:
         self._n_threads = min(n_threads, MAX_THREADS)
-        self._pool: ThreadPoolExecutor | None = None
+        self._helpers: list[Helper] = []
         self._params: Sequence[SamplingParams] = ()
         self._parts: list[tuple[slice, SamplingPlan]] = []
         """How the rows of ``_params`` are divided, until there are others."""
@@ -47,15 +50,16 @@ class SamplingThreads:
         logits: Floats,
         rows: Rows,
         mus: dict[int, float] | None = None,
-    ) -> npt.NDArray[np.int32]:
+    ) -> Tokens:
         """See ``sampler.sample``.  Blocks until all rows have their token."""
         if rows.params != self._params:
             self._divide(rows.params, logits.shape[1])
         if len(self._parts) == 1:
             return sampler.sample(logits, rows, mus, self._parts[0][1])
-        self._pool = self._pool or ThreadPoolExecutor(self._n_threads - 1, "sampling")
+        while len(self._helpers) < len(self._parts) - 1:
+            self._helpers.append(Helper())
 
-        def part(some: slice, plan: SamplingPlan) -> npt.NDArray[np.int32]:
+        def part(some: slice, plan: SamplingPlan) -> Tokens:
             found: dict[int, float] = {}
             tokens = sampler.sample(logits[some], rows.part(some), found, plan)
             if mus is not None:
@@ -63,17 +67,71 @@ class SamplingThreads:
             return tokens
 
         first, *others = self._parts
-        running = [self._pool.submit(part, *each) for each in others]
-        return np.concatenate([part(*first), *[each.result() for each in running]])
+        helpers = self._helpers[: len(others)]
+        for helper, each in zip(helpers, others, strict=True):
+            helper.begin(functools.partial(part, *each))
+        try:
+            tokens = [part(*first)]
+        finally:  # nobody may use the logits any more
+            outcomes = [helper.end() for helper in helpers]
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+            tokens.append(outcome)
+        return np.concatenate(tokens)
 
     def _divide(self, params: Sequence[SamplingParams], n_vocab: int) -> None:
         work = sum([1 if each.greedy else DRAW for each in params])
-        n_parts = max(1, min(self._n_threads, round(work * n_vocab / LOGITS_OF_A_THREAD)))
+        n_parts = max(1, min(self._n_threads, len(params), round(work * n_vocab / LOGITS_OF_A_THREAD)))
         ends = [len(params) * part // n_parts for part in range(n_parts + 1)]
         self._parts = [(rows, SamplingPlan(params[rows], n_vocab)) for rows in map(slice, ends, ends[1:])]
         self._params, self.copied_rows = params, sum([plan.copied_rows for _, plan in self._parts])
 
     def close(self) -> None:
         """End the threads.  Blocks until they have."""
-        if self._pool is not None:
-            self._pool.shutdown()
+        for helper in self._helpers:
+            helper.close()
+
+
+class Helper:
+    """A thread that does one piece of work at a time.
+
+    A queue, a future and a condition for each piece, as ``ThreadPoolExecutor`` has them, take turns at Python's lock while a
+    GPU waits: four threads then took as long as one.
+    """
+
+    def __init__(self) -> None:
+        self._begins, self._ended = threading.Lock(), threading.Lock()
+        self._begins.acquire()
+        self._ended.acquire()
+        self._work: Callable[[], Tokens] | None = None
+        self._outcome: Tokens | BaseException
+        self._thread = threading.Thread(target=self._run, name="sampling", daemon=True)
+        self._thread.start()
+
+    def begin(self, work: Callable[[], Tokens]) -> None:
+        """Do ``work``.  ``end`` must follow."""
+        self._work = work
+        self._begins.release()
+
+    def end(self) -> Tokens | BaseException:
+        """What the work returned or raised.  Blocks until then."""
+        self._ended.acquire()
+        return self._outcome
+
+    def _run(self) -> None:
+        while True:
+            self._begins.acquire()
+            if self._work is None:
+                return
+            try:
+                self._outcome = self._work()
+            except BaseException as error:  # noqa: BLE001  (raised again in the thread that waits)
+                self._outcome = error
+            self._work = None
+            self._ended.release()
+
+    def close(self) -> None:
+        """End the thread.  Blocks until it has."""
+        self._begins.release()
+        self._thread.join()
