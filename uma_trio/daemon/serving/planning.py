@@ -320,9 +320,9 @@ class StepPlanner:
         chunks = []
         for chunk in chosen.chunks:
             answer = answers[chunk.seq_id]
-            if not answer.n_computed and (in_flight is None or in_flight.row_of(answer) is None):
-                self._running.settle(answer)
             assert answer.allocation is not None
+            if not answer.n_computed and (in_flight is None or in_flight.row_of(answer) is None):
+                self._running.cache.settle(answer.allocation)
             chunks.append(attrs.evolve(chunk, seq_id=answer.allocation.seq_id))
         return attrs.evolve(chosen, chunks=tuple(chunks)), self._running.by_seq_id()
 

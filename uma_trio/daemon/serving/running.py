@@ -157,11 +157,6 @@ class RunningSet:
             return f"they could need {cells} cells of the KV cache, which has {n_cells}; ask with a smaller max_tokens"
         return None
 
-    def settle(self, answer: Answer) -> None:
-        """Move ``answer``, of which nothing is computed or in flight, to the sequence id that suits best."""
-        assert answer.allocation is not None
-        self.cache.settle(answer.allocation)
-
     def begin_plan(self, in_flight: Container[Answer] = ()) -> tuple[list[Answer], list[Answer]]:
         """Bring all places up to date before a step is planned, and find what it can compute.
 
