@@ -76,6 +76,14 @@ NO_STORAGE: Final = ErrorKind("E_GATEWAY_STORAGE", 503)
 SILENT_PEER: Final = ErrorKind("E_GATEWAY_PEER", 503, retry_after_ms=2000)
 """The gateway's own errors, which docs/HTTP.md explains; docs/PROTOCOL-REFERENCE.md has those of the daemon."""
 
+OWN_KINDS: Final = tuple([each for each in list(vars().values()) if isinstance(each, ErrorKind)])
+"""All of these."""
+
+STATUSES: Final = sorted(
+    {each.http_status for kinds in (OWN_KINDS, all_errors()) for each in kinds} - {CLIENT_LEFT.http_status}
+)
+"""What a client may get instead of an answer."""
+
 LOST: Final[Container[AnyKind]] = (NO_DAEMON, BROKEN, ShuttingDown)
 """Errors that end the connection to an answer, and not the answer, if it is detached."""
 

@@ -16,11 +16,8 @@ from uma_trio.errors import InternalError
 from uma_trio.gateway.answer import JSON, json_response
 from uma_trio.gateway.dialects.starling.dialect import STARLING
 from uma_trio.gateway.endpoint import Call, Endpoint, dialects_of
-from uma_trio.gateway.errors import HttpError
+from uma_trio.gateway.errors import STATUSES, HttpError
 from uma_trio.gateway.upload import MEDIA_TYPE as FORM
-
-ERRORS: Final = (400, 401, 403, 404, 408, 409, 413, 415, 429, 431, 500, 502, 503, 504)
-"""Statuses that any endpoint may answer with."""
 
 REFERENCE: Final = "#/components/schemas/{name}"
 
@@ -108,7 +105,7 @@ def _operation(endpoint: Endpoint, schema_of: dict[Any, dict[str, Any]]) -> dict
         operation["requestBody"] = {"required": True, "content": {FORM: {"schema": schema_of[endpoint.form]}}}
     body = endpoint.dialect.error_body(HttpError(InternalError, ""), "")
     error = {"text/plain" if isinstance(body, str) else JSON: {"schema": _shape(body)}}
-    for status in ERRORS:
+    for status in STATUSES:
         operation["responses"][str(status)] = {"description": HTTPStatus(status).phrase, "content": error}
     return operation
 
