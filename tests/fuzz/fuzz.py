@@ -35,7 +35,7 @@ from random import Random
 import attrs
 
 from tests.fuzz import generate
-from tests.support.real_daemon import Canary, Daemon, missing, real_daemon
+from tests.support.real_daemon import LONG_CTX, Canary, Daemon, missing, real_daemon
 from uma_trio.errors import ProtocolError, all_errors
 from uma_trio.protocol.answers import Metrics
 from uma_trio.protocol.codec import ClientCodec, server_codec
@@ -48,6 +48,7 @@ from uma_trio.protocol.usage import Timings, Usage
 CODES = frozenset(error.code for error in all_errors())
 SLOW_S = 1.0
 DAEMON_FLAGS = (
+    *LONG_CTX,
     *("--parallel", "8", "--max-frame-bytes", str(generate.CAP), "--log-level", "error", "--max-tx-bytes", "65536"),
     *("--frame-timeout-s", "2", "--idle-timeout-s", "2", "--write-timeout-s", "2", "--default-max-tokens", "8"),
 )

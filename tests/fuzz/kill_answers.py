@@ -37,7 +37,7 @@ import attrs
 import httpx
 import psutil
 
-from tests.support.real_daemon import Answer, Daemon, Event, real_daemon
+from tests.support.real_daemon import LONG_CTX, Answer, Daemon, Event, real_daemon
 from uma_trio.daemon.store.answer_log import MAX_ATTEMPTS
 
 EXACT: Final = ("--reproducible",)
@@ -250,7 +250,7 @@ def _calls(answer: Answer) -> list[tuple[str, Any]]:
 @contextlib.contextmanager
 def searching(folder: Path, seed: int, copies: int) -> Iterator[Search]:
     """A search whose daemon runs."""
-    flags = ("--http", "0", "--state-dir", str(folder), *EXACT)
+    flags = (*LONG_CTX, "--http", "0", "--state-dir", str(folder), *EXACT)
     with contextlib.ExitStack() as stack:
         yield Search(flags, Random(seed), stack.enter_context(real_daemon(*flags)), stack, copies=copies)
 

@@ -1,6 +1,6 @@
 """Mutates the project's own code, and asks whether the tests notice.
 
-    pytest --cov --cov-context=test --cov-report= tests/loop tests/property tests/pure      writes .coverage; needs pytest-cov and workers (-n)
+    pytest -n 0 -p pytest_cov --cov --cov-context=test --cov-report= tests/{loop,property,pure}    writes .coverage; needs pytest-cov
     python -m tests.fuzz.mutate_code                                                        500 mutants, seed 0
     python -m tests.fuzz.mutate_code uma_trio/daemon/kv --count 50 --workers 2 --out found.json
 

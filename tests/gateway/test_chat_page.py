@@ -26,7 +26,7 @@ from tests.gateway.conftest import TIMEOUT_S, Gateway
 from tests.support.pictures import drawn, png
 from tests.support.profile import amount
 from tests.support.projectors import projector_file
-from tests.support.real_daemon import free_port, missing, real_daemon, started, wait_ready
+from tests.support.real_daemon import LONG_CTX, free_port, missing, real_daemon, started, wait_ready
 from tests.support.sounds import wav
 from uma_trio.cli import main
 from uma_trio.gateway.pages import CHAT
@@ -240,7 +240,7 @@ def test_five_hundred_messages_stay_smooth(browser: Browser, tmp_path: Path) -> 
     if (reason := missing()) is not None:
         pytest.skip(reason)
     messages = [{"role": role, "content": f"*{i}*"} for i in range(250) for role in ("user", "assistant")]
-    with real_daemon("--http", "0", "--parallel", "1", "--ctx", "8192", folder=tmp_path) as daemon:
+    with real_daemon(*LONG_CTX, "--http", "0", "--parallel", "1", "--ctx", "8192", folder=tmp_path) as daemon:
         body = {"messages": messages[:-1], "session_id": "chat-many", "stream": False, "max_tokens": 5}
         httpx.post(f"{daemon.http_url()}/v1/generate", json=body, timeout=120).raise_for_status()
         with opened(browser, daemon.http_url()) as page:
@@ -967,7 +967,7 @@ def hand_over(page: Page, way: str, picture: bytes) -> None:
 @pytest.fixture
 def blind(browser: Browser, tmp_path: Path) -> Iterator[Page]:
     """The page of a daemon whose model cannot see pictures."""
-    with real_daemon("--http", "0", "--mmproj", "off", folder=tmp_path) as daemon:  # noqa: SIM117
+    with real_daemon(*LONG_CTX, "--http", "0", "--mmproj", "off", folder=tmp_path) as daemon:  # noqa: SIM117
         with opened(browser, daemon.http_url()) as page:
             yield page
 
@@ -1019,7 +1019,7 @@ def test_sound_is_attached_recorded_played_and_sent(browser: Browser, tmp_path: 
     projector = projector_file(tmp_path, "qwen2a")
     beep = {"name": "beep.wav", "mimeType": "audio/wav", "buffer": wav(1, 0.5, rate=8000)}
     with (
-        real_daemon("--http", "0", "--mmproj", str(projector), folder=tmp_path) as daemon,
+        real_daemon(*LONG_CTX, "--http", "0", "--mmproj", str(projector), folder=tmp_path) as daemon,
         opened(browser, daemon.http_url()) as page,
     ):
         page.set_input_files("#files", [beep])
@@ -1306,7 +1306,7 @@ def test_tenants_have_conversations_of_their_own(browser: Browser, tmp_path: Pat
         return result.stdout.strip()
 
     ada, bob = create("ada"), create("bob")
-    with real_daemon("--http", "0", "--http-keys", str(file), folder=tmp_path) as daemon:
+    with real_daemon(*LONG_CTX, "--http", "0", "--http-keys", str(file), folder=tmp_path) as daemon:
         url = daemon.http_url()
         context = browser.new_context()
         context.set_default_timeout(ACTION_MS)

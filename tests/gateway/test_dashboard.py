@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.gateway.conftest import Gateway
-from tests.support.real_daemon import missing, real_daemon
+from tests.support.real_daemon import LONG_CTX, missing, real_daemon
 from uma_trio.cli import main
 from uma_trio.gateway.pages import FOLDER
 from uma_trio.models.packaged import EMBEDDED
@@ -173,7 +173,7 @@ def test_errors_and_restarts_are_counted_and_hostile_names_stay_text(page: Page,
 def test_it_goes_on_after_kills_and_counts_them(browser: Browser) -> None:
     if (reason := missing()) is not None:
         pytest.skip(reason)
-    with real_daemon("--http", "0") as daemon, opened(browser) as page:
+    with real_daemon(*LONG_CTX, "--http", "0") as daemon, opened(browser) as page:
         page.goto(daemon.http_url())
         expect(page.locator("#readiness")).to_have_text("ready")
         os.kill(daemon.metrics()["gateway"]["pid"], signal.SIGKILL)
@@ -217,7 +217,7 @@ def test_a_gateway_with_keys_asks_for_one(browser: Browser, tmp_path: Path) -> N
         return result.stdout.strip()
 
     admin, alice = create("ops", "--admin"), create("alice")
-    with real_daemon("--http", "0", "--http-keys", str(file)) as daemon, opened(browser) as page:
+    with real_daemon(*LONG_CTX, "--http", "0", "--http-keys", str(file)) as daemon, opened(browser) as page:
         gateway = Gateway.of(daemon)
         with gateway.http() as client:
             assert client.get("/v1/watch").status_code == 401

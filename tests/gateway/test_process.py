@@ -21,7 +21,7 @@ from tests.gateway.conftest import Gateway, Raw
 from tests.support.commands import run_process
 from tests.support.forked import WITH_STANDBY
 from tests.support.profile import amount, sampled, thorough
-from tests.support.real_daemon import Canary, missing, real_daemon
+from tests.support.real_daemon import LONG_CTX, Canary, missing, real_daemon
 from uma_trio import config
 from uma_trio.daemon.gateway_process import HttpAddressError, listening
 from uma_trio.gateway.application import NO_KEYS
@@ -41,7 +41,7 @@ def frail() -> Iterator[Gateway]:
     """A gateway that the tests of this module stop and starve; each leaves one that serves."""
     if (reason := missing()) is not None:
         pytest.skip(reason)
-    with real_daemon("--http", "0", environment=WITH_STANDBY) as daemon:
+    with real_daemon(*LONG_CTX, "--http", "0", environment=WITH_STANDBY) as daemon:
         yield Gateway.of(daemon)
 
 
@@ -74,7 +74,7 @@ def test_a_gateway_that_is_killed_comes_back_and_clients_of_the_socket_do_not_no
 
     served_s: list[float] = []
     cpu_s: list[float] = []
-    with real_daemon("--http", "0", "--parallel", "8") as daemon:
+    with real_daemon(*LONG_CTX, "--http", "0", "--parallel", "8") as daemon:
         gateway = Gateway.of(daemon)
         threads = [threading.Thread(target=load, args=(gateway.url,)) for _ in range(4)]
         with Canary(daemon) as canary:
@@ -220,7 +220,7 @@ def test_a_gateway_that_cannot_start_is_one_sentence_and_the_socket_is_served(
 def test_the_gateway_ends_with_the_daemon_also_after_a_kill() -> None:
     if (reason := missing()) is not None:
         pytest.skip(reason)
-    with real_daemon("--http", "0") as daemon:
+    with real_daemon(*LONG_CTX, "--http", "0") as daemon:
         Gateway.of(daemon)
         daemon.logged(NO_KEYS)
         child = psutil.Process(daemon.metrics()["gateway"]["pid"])

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 import uma_trio
 from tests.gateway.conftest import Gateway
 from tests.support.commands import invoke
-from tests.support.real_daemon import free_port, missing, real_daemon
+from tests.support.real_daemon import LONG_CTX, free_port, missing, real_daemon
 from uma_trio.gateway.dialects.openai.routers import BLOCK_TOKENS, Loads
 
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
@@ -161,7 +161,7 @@ def test_a_daemon_that_starts_and_drains_under_load_answers_or_says_when_to_ask_
     threads = [threading.Thread(target=load) for _ in range(4)]
     for thread in threads:
         thread.start()
-    with real_daemon("--http", str(port), "--drain-notice-s", "1.5") as daemon:
+    with real_daemon(*LONG_CTX, "--http", str(port), "--drain-notice-s", "1.5") as daemon:
         gateway = Gateway.of(daemon)
         daemon.wait_until(lambda found: found["tokens_total"] > 80, "it is busy")
         began = time.monotonic()
@@ -189,7 +189,7 @@ def test_the_gateway_sends_the_last_answers_before_it_ends() -> None:
     request = {"messages": CHAT, "max_tokens": 3000, "ignore_eos": True, "logprobs": True, "top_logprobs": 20}
     body = json.dumps(request).encode()  # the answer is larger than what the system keeps for a slow client
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
-    with real_daemon("--http", "0") as daemon, socket.socket() as client:
+    with real_daemon(*LONG_CTX, "--http", "0") as daemon, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.settimeout(60)
         client.connect(("127.0.0.1", httpx.URL(Gateway.of(daemon).url).port))

@@ -20,7 +20,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.gateway.conftest import Gateway, Raw
-from tests.support.real_daemon import missing, real_daemon
+from tests.support.real_daemon import LONG_CTX, missing, real_daemon
 from uma_trio.cli import main
 from uma_trio.gateway.application import NO_KEYS
 from uma_trio.gateway.usage import read_usage
@@ -61,7 +61,7 @@ def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenants]:
         pytest.skip(reason)
     file = tmp_path_factory.mktemp("keys") / "keys.yaml"
     keys("create", "first", "--file", file)
-    with real_daemon("--parallel", "4", "--http", "0", "--http-keys", str(file)) as daemon:
+    with real_daemon("--parallel", "4", *LONG_CTX, "--http", "0", "--http-keys", str(file)) as daemon:
         yield Tenants(Gateway.of(daemon), file)
 
 
@@ -344,7 +344,7 @@ def test_what_an_answer_may_use_is_charged_before_it_begins(tmp_path: Path) -> N
         pytest.skip(reason)
     file = tmp_path / "keys.yaml"
     key = keys("create", "alice", "--quota", "10000/month", "--file", file)
-    with real_daemon("--http", "0", "--http-keys", str(file), folder=tmp_path) as daemon:
+    with real_daemon(*LONG_CTX, "--http", "0", "--http-keys", str(file), folder=tmp_path) as daemon:
         gateway = Gateway.of(daemon)
         with Tenants(gateway, file).client(key) as client:
             body = {"messages": QUESTION, "stream": True, "max_tokens": 4000, "ignore_eos": True}

@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.commands import environment, invoke
 from tests.support.profile import sampled
-from tests.support.real_daemon import ROOT, real_daemon, started
+from tests.support.real_daemon import LONG_CTX, ROOT, real_daemon, started
 from tests.support.terminal import terminal
 from uma_trio.cli.answer import TextPrinter
 from uma_trio.client import Token
@@ -247,7 +247,7 @@ def test_ask_waits_for_a_daemon_that_starts(loading):
 
 
 def test_a_daemon_that_is_stopping_is_named(library, tmp_path):
-    with real_daemon(folder=tmp_path) as daemon:
+    with real_daemon(*LONG_CTX, folder=tmp_path) as daemon:
         with daemon.wire() as busy:
             busy.send(id="a", prompt="Once", max_tokens=3000, ignore_eos=True)
             busy.receive()

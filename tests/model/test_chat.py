@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.commands import run_process
 from tests.support.profile import thorough
-from tests.support.real_daemon import Daemon, real_daemon
+from tests.support.real_daemon import LONG_CTX, Daemon, real_daemon
 from tests.support.terminal import Terminal, terminal
 from uma_trio.cli.stdio import wrapped
 
@@ -306,7 +306,10 @@ def test_the_daemon_goes_away_and_comes_back(library, tmp_path):
 
 
 def test_the_daemon_dies_in_the_middle_of_an_answer(library, tmp_path):
-    with real_daemon(folder=tmp_path) as daemon, chatting(tmp_path / "uma.sock", "--max-tokens", 2000) as shown:
+    with (
+        real_daemon(*LONG_CTX, folder=tmp_path) as daemon,
+        chatting(tmp_path / "uma.sock", "--max-tokens", 2000) as shown,
+    ):
         shown.wait_for(PROMPT)
         shown.type(LONG + "\r")
         shown.wait_for(r"^1, 2, 3")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.commands import invoke
-from tests.support.real_daemon import Answer, Daemon, real_daemon
+from tests.support.real_daemon import LONG_CTX, Answer, Daemon, real_daemon
 
 STORY: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Tell me a story about a fox."}],
@@ -38,7 +38,7 @@ def killed(daemon: Daemon) -> None:
 @pytest.mark.cpu("on a GPU the rest of a sampled text follows from logits that round otherwise after a restart")
 def test_answers_survive_kill_9(library: None, tmp_path: Path) -> None:
     """Three at a time, one of them a turn of a session; the daemon is killed when a client has got some of each."""
-    flags = ("--state-dir", str(tmp_path / "state"), "--kv-unified", "off", "--flash-attn", "off")
+    flags = (*LONG_CTX, "--state-dir", str(tmp_path / "state"), "--kv-unified", "off", "--flash-attn", "off")
     with real_daemon(*flags) as daemon:
         whole = {seed: daemon.ask(**STORY, seed=seed) for seed in SEEDS}
         for seed in SEEDS:
@@ -74,7 +74,7 @@ def test_tool_calls_and_a_reasoning_budget_survive_kill_9(library: None, tmp_pat
         "ignore_eos": False,
         "temperature": 0,
     }
-    flags = ("--state-dir", str(tmp_path / "state"))
+    flags = (*LONG_CTX, "--state-dir", str(tmp_path / "state"))
     with real_daemon(*flags) as daemon:
         detach(daemon, "a", **ask)
         whole = attach(daemon, "a")

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from tests.support.profile import thorough
-from tests.support.real_daemon import DIES_WITH_PARENT, real_daemon, started, wait_ready
+from tests.support.real_daemon import DIES_WITH_PARENT, LONG_CTX, real_daemon, started, wait_ready
 from tests.support.terminal import terminal
 from uma_trio.engine.llama import described
 
@@ -29,7 +29,7 @@ def test_a_description_says_how_many_weights_there_are(n_params, shown):
 
 
 def test_each_fact_at_the_start_and_each_answer_has_one_line(library, tmp_path):
-    with real_daemon("--kv-unified", "off", folder=tmp_path) as daemon, daemon.wire() as wire:
+    with real_daemon(*LONG_CTX, "--kv-unified", "off", folder=tmp_path) as daemon, daemon.wire() as wire:
         long = "The red fox and the blue bird went to the river. " * 8
         first = wire.ask(id="a", keep_alive=True, prompt=long, max_tokens=5, ignore_eos=True)
         wire.ask(id="b", keep_alive=True, prompt=long, max_tokens=2, session_id="s")
@@ -85,7 +85,7 @@ def test_for_people_a_line_has_no_python_in_it(library, tmp_path):
 
 
 def test_a_second_signal_is_one_plain_line(library, tmp_path):
-    with real_daemon(folder=tmp_path) as daemon, daemon.wire() as wire:
+    with real_daemon(*LONG_CTX, folder=tmp_path) as daemon, daemon.wire() as wire:
         wire.send(id="a", prompt="Hello", max_tokens=4000, ignore_eos=True)
         assert wire.receive()["event"] == "token"
         daemon.signal(signal.SIGINT)

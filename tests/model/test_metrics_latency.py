@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.support.real_daemon import real_daemon
+from tests.support.real_daemon import LONG_CTX, real_daemon
 from uma_trio.training.skills.documents import make_document
 
 
@@ -14,7 +14,7 @@ from uma_trio.training.skills.documents import make_document
 def test_metrics_are_answered_during_a_prefill_of_2000_tokens(library):
     prompt = make_document(seed=3, facts=145).text
     with (
-        real_daemon("--parallel", "4") as daemon,
+        real_daemon("--parallel", "4", *LONG_CTX) as daemon,
         daemon.wire() as asking,
         daemon.wire() as first,
         daemon.wire() as second,

@@ -13,7 +13,7 @@ import time
 import pytest
 
 from tests.support.profile import sampled
-from tests.support.real_daemon import real_daemon, started, wait_ready
+from tests.support.real_daemon import LONG_CTX, real_daemon, started, wait_ready
 
 ON_A_TERMINAL = (
     *(sys.executable, "-ISc"),
@@ -60,7 +60,7 @@ def test_the_first_signal_lets_streams_finish(library, tmp_path, number):
 
 
 def test_a_draining_daemon_accepts_no_connections(library, tmp_path):
-    with real_daemon(folder=tmp_path) as daemon, daemon.wire() as wire:
+    with real_daemon(*LONG_CTX, folder=tmp_path) as daemon, daemon.wire() as wire:
         wire.send(id="a", prompt="Hello", max_tokens=3000, ignore_eos=True)
         assert wire.receive()["event"] == "token"
         daemon.signal(signal.SIGTERM)
@@ -74,7 +74,7 @@ def test_a_draining_daemon_accepts_no_connections(library, tmp_path):
 
 
 def test_a_second_signal_stops_at_once(library, tmp_path):
-    with real_daemon(folder=tmp_path) as daemon, daemon.wire() as wire:
+    with real_daemon(*LONG_CTX, folder=tmp_path) as daemon, daemon.wire() as wire:
         wire.send(id="a", prompt="Hello", max_tokens=4000, ignore_eos=True)
         assert wire.receive()["event"] == "token"
         daemon.signal(signal.SIGTERM)
@@ -87,7 +87,7 @@ def test_a_second_signal_stops_at_once(library, tmp_path):
 
 
 def test_a_request_that_outlasts_the_drain_timeout_ends_with_an_error(library, tmp_path):
-    with real_daemon("--drain-timeout-s", "0.2", folder=tmp_path) as daemon, daemon.wire() as wire:
+    with real_daemon(*LONG_CTX, "--drain-timeout-s", "0.2", folder=tmp_path) as daemon, daemon.wire() as wire:
         wire.send(id="a", prompt="Hello", max_tokens=4000, ignore_eos=True)
         assert wire.receive()["event"] == "token"
         daemon.signal(signal.SIGTERM)
@@ -98,7 +98,7 @@ def test_a_request_that_outlasts_the_drain_timeout_ends_with_an_error(library, t
 def test_a_signal_during_prefill(library, tmp_path):
     """The daemon waits for the running step and sends the client an error."""
     options = ("--drain-timeout-s", "0", "--parallel", "2")  # there is room for the long prompt
-    with real_daemon(*options, folder=tmp_path) as daemon, daemon.wire() as wire:
+    with real_daemon(*LONG_CTX, *options, folder=tmp_path) as daemon, daemon.wire() as wire:
         wire.send(id="a", prompt="the red fox and " * 800, max_tokens=4000, ignore_eos=True)
         daemon.wait_until(lambda found: found["running"], "its prompt is in prefill")
         daemon.signal(signal.SIGTERM)

@@ -19,6 +19,7 @@ import atexit
 import contextlib
 import ctypes
 import fcntl
+import gc
 import hashlib
 import importlib
 import inspect
@@ -85,11 +86,11 @@ Run = Callable[[], object]
 def can_fork(environment: Mapping[str, str], options: Iterable[str] = ()) -> bool:
     """Whether a command may start in a fork, with these variables more and options of ``Popen``.
 
-    Nothing about its Python may be special.
+    Nothing about its Python may differ from this one.
 
     Programs that measure coverage begin with a process.
     """
-    special = any(name.startswith("PYTHON") for name in environment)
+    special = any(name.startswith("PYTHON") and os.environ.get(name) != value for name, value in environment.items())
     return (
         sys.platform == "linux"
         and not special
@@ -216,9 +217,11 @@ def _start_server() -> socket.socket:
 def main(fd: int) -> NoReturn:
     """Be a server for the process at the other end of the socket, until it ends."""
     sys.path[0] = str(ROOT)  # was the current folder
+    gc.disable()  # and frozen below, so that no child looks at, and copies, what all of them have
     for name in PRELOADED:
         importlib.import_module(name)
     _compute_what_is_kept()
+    gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _end(serve(socket.socket(fileno=fd), daemons=True))
 
@@ -274,6 +277,7 @@ def _become(
 ) -> Run:
     """Become the command: its group, descriptors, environment, folder and arguments.  Its number goes to ``report``."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.enable()
     if session:
         os.setsid()
     elif group:

@@ -53,8 +53,11 @@ DIES_WITH_PARENT = (
 """Command prefix for Linux: the kernel kills the program if this process dies, also after ``kill -9``."""
 
 SERVE = (*UMA_TRIO, "serve")
-CTX = ("--ctx", "32768")
-"""KV cache of a daemon with the embedded model whose test does not choose one: a start fills all of it with zeros."""
+CTX = ("--ctx", "8192")
+"""KV cache of a daemon with the embedded model whose test does not choose one: 1,024 tokens for each of eight requests.  A
+start fills all of it with zeros."""
+LONG_CTX = ("--ctx", "32768")
+"""That of a test whose requests have up to 4,096 tokens."""
 
 Event = dict[str, Any]
 
