@@ -10,6 +10,7 @@ import trio
 from tests.loop.test_scheduler import Collector, Harness, running
 from tests.support.fake_engine import FakeEngine, expected_continuation
 from uma_trio.engine.worker import _joined
+from uma_trio.engine_link import messages
 from uma_trio.engine_link.messages import DROPPED, EngineError, StepOutput
 from uma_trio.protocol.requests import Slo
 from uma_trio.telemetry.perf_records import Header, RequestRecord, TickRecord, decode, encode
@@ -148,31 +149,29 @@ async def test_the_metrics_count_all_passes(autojump_clock):
         assert sum(tick.duration_ms for tick in run.ticks) == pytest.approx(total_ms, abs=0.5)
 
 
-OF_THE_STEP = {"number", "started_s"}
-OF_KV_OPERATIONS = {"copied_ms", "saved_bytes", "refused", "state_sizes", "verify_ms"}
-"""A step has all of them before its first pass."""
-OF_GRAMMARS = {"mask_wait_ms", "forced", "grammar_failures"}
-OF_EMBEDDINGS = {"embeddings", "embedding_ms", "embedding_bytes", "embedding_failure"}
-OF_OTHER_STEPS = OF_GRAMMARS | OF_EMBEDDINGS | {"mus", "drafted"}
-"""Empty in a step of several passes: the planner gives none to what needs them."""
-
-
 def test_the_output_of_a_step_has_what_all_passes_computed():
-    """Each field of an output is joined, or known to be in the first pass alone."""
-    first = StepOutput((1, 2), 7, 1.0, 2.0, started_s=3.0, ended_s=9.0, copied_rows=4)
-    second = StepOutput((3, 4), 7, 10.0, 20.0, started_s=10.0, ended_s=40.0, copied_rows=40, scores=("of 3", "of 4"))
-    joined = _joined([first, second], 3)
-    expected = {
-        "tokens": (1, 3, DROPPED, 2, 4, DROPPED),
-        "scores": [None, "of 3", None, None, "of 4", None],
-        "decode_ms": 11.0,
-        "sample_ms": 22.0,
-        "ended_s": 40.0,
-        "copied_rows": 44,
-        "n_passes": 2,
-    }
-    assert {name: getattr(joined, name) for name in expected} == expected
-    assert (joined.number, joined.started_s) == (7, 3.0)
-    assert {*StepOutput.__struct_fields__} == {*expected} | OF_THE_STEP | OF_KV_OPERATIONS | OF_OTHER_STEPS, (
-        "does a step of several passes have the new field, and how is it joined?"
+    first = StepOutput((1, 2), 7, 1.0, 2.0, started_s=3.0, ended_s=9.0, copied_logits_rows=4, saved_bytes=5)
+    second = StepOutput(
+        (3, 4), 7, 10.0, 20.0, started_s=10.0, ended_s=40.0, copied_logits_rows=40, scores=("of 3", "of 4")
     )
+    assert _joined([first, second], 3) == StepOutput(
+        (1, 3, DROPPED, 2, 4, DROPPED),
+        7,
+        11.0,
+        22.0,
+        started_s=3.0,
+        ended_s=40.0,
+        copied_logits_rows=44,
+        scores=(None, "of 3", None, None, "of 4", None),
+        saved_bytes=5,
+        n_passes=2,
+    )
+    assert _joined([first, first], 2).scores == ()
+
+
+def test_each_field_of_an_output_says_how_it_is_joined():
+    class Output(StepOutput, tag="other"):
+        new_rows: int = 0
+
+    with pytest.raises(TypeError, match="new_rows does not say"):
+        messages.joins(Output)

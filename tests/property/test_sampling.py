@@ -312,7 +312,7 @@ def test_structs_survive_msgpack():
     ],
 )
 def test_copied_rows(rows, copied):
-    assert SamplingPlan([SamplingParams(*row) for row in rows], 1000).copied_rows == copied
+    assert SamplingPlan([SamplingParams(*row) for row in rows], 1000).copied_logits_rows == copied
 
 
 OTHER_VALUES = {

@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 
 from tests.support.cases import all_cases
 from tests.support.perf_runs import HEADER, simulated
-from uma_trio.telemetry.perf_records import RequestRecord, Run, TickRecord, Trailer
+from uma_trio.telemetry.perf_records import (
+    BeforePasses,
+    Divided,
+    RequestRecord,
+    Run,
+    Summed,
+    TickRecord,
+    Trailer,
+    check_passes,
+)
 from uma_trio.telemetry.perf_summary import load_at, prediction_errors, summarise
 
 TICKS = [
@@ -160,3 +169,19 @@ def test_a_step_of_several_passes_has_one_gap_and_one_copy() -> None:
     assert [each.start_s for each in passes] == pytest.approx([1.0, 1.002, 1.004, 1.006])
     assert [(each.host_gap_ms, each.copy_ms) for each in passes] == [(1.0, 2.0), *[(None, None)] * 3]
     assert [each.tokens for each in passes] == [1] * 4
+
+
+def test_a_pass_has_its_share_of_each_sum() -> None:
+    passes = TickRecord(start_s=1.0, n_passes=3, late_masks=4, forced_tokens=1, running=5, predicted_ms=6.0).each_pass()
+    assert sum(each.late_masks for each in passes) == 4
+    assert sum(each.forced_tokens for each in passes) == 1
+    assert [(each.running, each.predicted_ms) for each in passes] == [(5, 2.0)] * 3
+
+
+def test_each_field_of_a_tick_says_what_a_pass_has_of_it() -> None:
+    class Tick(TickRecord, tag="other"):
+        new_tokens: Summed[int] = 0
+        new_ms: Divided[BeforePasses[float]] = 0.0
+
+    with pytest.raises(TypeError, match="what each pass has of new_tokens, new_ms"):
+        check_passes(Tick)

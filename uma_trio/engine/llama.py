@@ -444,7 +444,7 @@ class LlamaEngine:
             call_masks = _CallMasks(pending, step.mask_timeout_ms, self._late_rows(step, inputs, callbacks))
             sampled, scored, next_mus = self._sample(call, call_masks) if samples else ([], [], {})
             if samples:
-                copied += self._sampling.copied_rows + len(scored) - scored.count(None)
+                copied += self._sampling.copied_logits_rows + len(scored) - scored.count(None)
             if next_mus:
                 seq_ids = [each.seq_id for each in inputs for _ in each.samples]
                 mus += [(seq_ids[row], mu) for row, mu in next_mus.items()]
@@ -466,7 +466,7 @@ class LlamaEngine:
             sample_ms=sample_ms,
             started_s=started,
             ended_s=time.perf_counter(),
-            copied_rows=copied,
+            copied_logits_rows=copied,
             scores=scores if scores.count(None) < len(scores) else (),
             mus=mus,
             copied_ms=outcome.copied_ms,

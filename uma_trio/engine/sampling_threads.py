@@ -42,7 +42,7 @@ class SamplingThreads:
         self._params: Sequence[SamplingParams] = ()
         self._parts: list[tuple[slice, SamplingPlan]] = []
         """How the rows of ``_params`` are divided, until there are others."""
-        self.copied_rows = 0
+        self.copied_logits_rows = 0
         """Rows of logits that were copied for the latest tokens."""
 
     def sample(
@@ -85,7 +85,7 @@ class SamplingThreads:
         n_parts = max(1, min(self._n_threads, len(params), round(work * n_vocab / LOGITS_OF_A_THREAD)))
         ends = [len(params) * part // n_parts for part in range(n_parts + 1)]
         self._parts = [(rows, SamplingPlan(params[rows], n_vocab)) for rows in map(slice, ends, ends[1:])]
-        self._params, self.copied_rows = params, sum([plan.copied_rows for _, plan in self._parts])
+        self._params, self.copied_logits_rows = params, sum([plan.copied_logits_rows for _, plan in self._parts])
 
     def close(self) -> None:
         """End the threads.  Blocks until they have."""

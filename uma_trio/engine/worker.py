@@ -30,6 +30,7 @@ from uma_trio.engine_link.kv_ops import KvOp, LoadState, SaveState, Truncate
 from uma_trio.engine_link.masks import MaskFile, Masks
 from uma_trio.engine_link.messages import (
     DROPPED,
+    JOINS,
     MAX_FDS,
     AttachInterrupts,
     AttachMasks,
@@ -266,28 +267,10 @@ class StepRunner:
 
 
 def _joined(outputs: Sequence[StepOutput], n_passes: int) -> StepOutput:
-    """The output of a step whose calls were computed once for each of ``outputs``.
-
-    What comes with KV operations is that of the first pass; the others have none.  A step of several passes has nothing
-    else: no grammars, no drafts, no texts to embed.
-    """
-    nothing = StepOutput(tokens=(DROPPED,) * len(outputs[0].tokens))
-    each_time = [*outputs, *[nothing] * (n_passes - len(outputs))]
-    by_input = zip(*[each.tokens for each in each_time], strict=True)
-    scores: list[TokenLogprobs | None] = []
-    if any(each.scores for each in outputs):
-        none = [None] * len(outputs[0].tokens)
-        scores = [*chain.from_iterable(zip(*[each.scores or none for each in each_time], strict=True))]
-    return msgspec.structs.replace(
-        outputs[0],
-        tokens=tuple(chain.from_iterable(by_input)),
-        scores=scores,
-        ended_s=outputs[-1].ended_s,
-        decode_ms=sum([each.decode_ms for each in outputs]),
-        sample_ms=sum([each.sample_ms for each in outputs]),
-        copied_rows=sum([each.copied_rows for each in outputs]),
-        n_passes=len(outputs),
-    )
+    """The output of a step whose calls were computed once for each of ``outputs``, and were to be ``n_passes`` times."""
+    each_time = [*outputs, *[StepOutput(n_passes=0)] * (n_passes - len(outputs))]
+    joined = {name: join([getattr(each, name) for each in each_time]) for name, join in JOINS.items()}
+    return msgspec.structs.replace(outputs[0], **joined)
 
 
 def _end(each: StepInput, n: int) -> int:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any, Final, Generic, Literal, Protocol, TypeAlias, TypeVar
+from typing import Annotated, Any, Final, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 import attrs
 import msgspec
@@ -499,54 +500,99 @@ class LoadFailed(msgspec.Struct, array_like=True, tag="failed"):
     is_about_memory: bool = False
 
 
-class StepOutput(msgspec.Struct, array_like=True, tag="output"):
-    """What a step computed."""
+def of_first_pass(values: Sequence[Any]) -> Any:
+    """What only the first of several passes has: KV operations come before it, and a step with anything else has one."""
+    return values[0]
 
-    tokens: tuple[int, ...] = ()
+
+def by_input(missing: Any) -> Callable[[Sequence[Sequence[Any]]], Sequence[Any]]:
+    """Make a join of lists with an element for each sample request: all of the first request, then those of the next.
+
+    Args:
+        missing: stands for each element of a pass without a list.
+    """
+
+    def join(values: Sequence[Sequence[Any]]) -> Sequence[Any]:
+        if not any(values):
+            return ()
+        if not all(values):
+            none = (missing,) * max(map(len, values))
+            values = [each or none for each in values]
+        return tuple(chain.from_iterable(zip(*values, strict=True)))
+
+    return join
+
+
+class StepOutput(msgspec.Struct, array_like=True, tag="output"):
+    """What a step computed.
+
+    Each field says how those of several passes become one: with a function of the values of all passes.
+    """
+
+    tokens: Annotated[tuple[int, ...], by_input(DROPPED)] = ()
     """One for each sample request, in the order of the inputs; ``NO_TOKEN``, ``DROPPED`` or ``MASK_LATE`` where there is
     none."""
-    number: int = 0
-    decode_ms: float = 0.0
-    sample_ms: float = 0.0
-    started_s: float = 0.0
+    number: Annotated[int, of_first_pass] = 0
+    decode_ms: Annotated[float, sum] = 0.0
+    sample_ms: Annotated[float, sum] = 0.0
+    started_s: Annotated[float, of_first_pass] = 0.0
     """``time.perf_counter()`` of the engine when it took the step up."""
-    ended_s: float = 0.0
+    ended_s: Annotated[float, max] = 0.0
     """When it was done.  From one step's end to the next one's start is the host gap."""
-    copied_rows: int = 0
+    copied_logits_rows: Annotated[int, sum] = 0
     """Rows of logits that were copied before they were read."""
-    scores: Sequence[TokenLogprobs | None] = ()
+    scores: Annotated[Sequence[TokenLogprobs | None], by_input(None)] = ()
     """One for each sample request, ``None`` where it was not asked for; empty where no request asked."""
-    copied_ms: float = 0.0
+    copied_ms: Annotated[float, of_first_pass] = 0.0
     """Time for saving and loading states; not part of ``decode_ms``."""
-    saved_bytes: int = 0
+    saved_bytes: Annotated[int, of_first_pass] = 0
     """Size of the states that were saved, checkpoints included."""
-    refused: Sequence[tuple[int, str]] = ()
+    refused: Annotated[Sequence[tuple[int, str]], of_first_pass] = ()
     """States that were not saved or not loaded: sequence and reason.  A refused load leaves the sequence empty."""
-    mask_wait_ms: float | None = None
+    mask_wait_ms: Annotated[float | None, of_first_pass] = None
     """How much of ``sample_ms`` was waiting for masks of grammars; ``None`` where there were none."""
-    forced: Sequence[tuple[int, Sequence[int]]] = ()
+    forced: Annotated[Sequence[tuple[int, Sequence[int]]], of_first_pass] = ()
     """Sequences whose grammar allows only these tokens after the sampled one."""
-    grammar_failures: Sequence[tuple[int, str]] = ()
+    grammar_failures: Annotated[Sequence[tuple[int, str]], of_first_pass] = ()
     """Sequences whose grammar cannot go on, and the reason; they have ``NO_TOKEN`` in place of a token."""
-    mus: Sequence[tuple[int, float]] = ()
+    mus: Annotated[Sequence[tuple[int, float]], of_first_pass] = ()
     """Sequences that mirostat has sampled for, and ``SamplingParams.mu`` for their next tokens."""
-    state_sizes: Sequence[tuple[int, Sequence[int]]] = ()
+    state_sizes: Annotated[Sequence[tuple[int, Sequence[int]]], of_first_pass] = ()
     """Answers to ``MeasureState``: sequence, then the bytes of its state and of each checkpoint (0: no such one)."""
-    embeddings: Sequence[np.ndarray] = ()
+    embeddings: Annotated[Sequence[np.ndarray], of_first_pass] = ()
     """One for each text that ended, in order: ``[n_embd_out]`` float32, of length 1; of a model that ranks ``[1]``, the
     score."""
-    embedding_ms: float = 0.0
+    embedding_ms: Annotated[float, of_first_pass] = 0.0
     """Time for texts to embed; not part of ``decode_ms``."""
-    embedding_bytes: int = 0
+    embedding_bytes: Annotated[int, of_first_pass] = 0
     """Memory of the context for embeddings."""
-    embedding_failure: str | None = None
+    embedding_failure: Annotated[str | None, of_first_pass] = None
     """Why there are no embeddings.  All texts of the step and the one that goes on are lost; nothing else is."""
-    drafted: Drafted | None = None
+    drafted: Annotated[Drafted | None, of_first_pass] = None
     """What the draft model did.  A sequence with drafts has one token for each of them besides its own."""
-    verify_ms: float = 0.0
+    verify_ms: Annotated[float, of_first_pass] = 0.0
     """How much of ``copied_ms`` was waiting until a state was verified."""
-    n_passes: int = 1
+    n_passes: Annotated[int, sum] = 1
     """How many passes were computed.  The times are those of all of them."""
+
+
+def joins(output: type[msgspec.Struct]) -> dict[str, Callable[[Sequence[Any]], Any]]:
+    """The function of each field that joins those of several passes.
+
+    Raises:
+        TypeError: a field has none.
+    """
+    found = {}
+    for each in msgspec.structs.fields(output):
+        join, *others = getattr(each.type, "__metadata__", (None,))
+        if join is None or others:
+            raise TypeError(f"{output.__name__}.{each.name} does not say how those of several passes are joined")
+        found[each.name] = join
+    return found
+
+
+JOINS: Final = {name: join for name, join in joins(StepOutput).items() if join is not of_first_pass}
+"""How the fields of ``StepOutput`` are joined that not only the first pass has."""
 
 
 class StepFailed(msgspec.Struct, array_like=True, tag="step_failed"):

@@ -9,9 +9,9 @@ from __future__ import annotations
 import gzip
 import io
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
-from typing import Annotated, Any, Final, Protocol, TypeAlias
+from typing import Annotated, Any, Final, Protocol, TypeAlias, TypeVar
 
 import attrs
 import msgspec
@@ -26,11 +26,25 @@ FIRST_BYTES: Final = b'{"kind":"header","format":"%s"' % FORMAT.encode()
 GZIP_MAGIC: Final = b"\x1f\x8b"
 
 
-Summed: TypeAlias = Annotated[int, "summed"]
+T = TypeVar("T")
+
+Summed: TypeAlias = Annotated[T, "summed"]
 """A count of a tick.  The sum over all ticks is a metric: ``tokens_total`` of ``tokens``."""
 
-Averaged: TypeAlias = Annotated[float, "averaged"]
+Averaged: TypeAlias = Annotated[T, "averaged"]
 """Milliseconds of a tick.  The mean over the ticks that have them is a metric: ``decode_ms_avg`` of ``decode_ms``."""
+
+Divided: TypeAlias = Annotated[T, "divided"]
+"""What all passes of a tick have together: each pass gets a share."""
+
+Repeated: TypeAlias = Annotated[T, "repeated"]
+"""What each pass of a tick has."""
+
+BeforePasses: TypeAlias = Annotated[T, "before passes"]
+"""What comes before the first pass of a tick: the other passes have ``None``."""
+
+OfThePass: TypeAlias = Annotated[T, "of the pass"]
+"""What ``TickRecord.each_pass`` finds for each pass."""
 
 
 class NotAPerfLog(ValueError):
@@ -65,59 +79,59 @@ class Header(_Record, kw_only=True, tag="header", omit_defaults=False):
 
 
 class TickRecord(_Record, kw_only=True, tag="tick"):
-    """One tick: what it computed, and where its time went."""
+    """One tick: what it computed, and where its time went.  Each field says what one of several passes has of it."""
 
-    start_s: float
-    decode_seq_ids: Sequence[int] = []
-    prefill_chunks: Sequence[tuple[int, int]] = []
+    start_s: OfThePass[float]
+    decode_seq_ids: Repeated[Sequence[int]] = []
+    prefill_chunks: Repeated[Sequence[tuple[int, int]]] = []
     """Pairs of a sequence id and a number of prompt tokens."""
-    recomputed_tokens: int = 0
+    recomputed_tokens: Divided[int] = 0
     """Tokens of these chunks that had been computed before, and were lost."""
-    tokens: Summed = 0
+    tokens: Summed[Divided[int]] = 0
     """Generated tokens, accepted draft tokens included."""
-    context_tokens: int = 0
+    context_tokens: Divided[int] = 0
     """KV cells that the attention of all decoding sequences scanned."""
-    prefill_context: float = 0.0
+    prefill_context: Repeated[float] = 0.0
     """KV cells from before this tick that each prompt token scanned."""
-    decode_calls: Summed = 1
-    n_passes: int = 1
+    decode_calls: Summed[Divided[int]] = 1
+    n_passes: OfThePass[int] = 1
     """Forward passes in a row: tokens that each decoding sequence could get, draft tokens aside.  Other figures are sums."""
-    draft_tokens: Summed = 0
-    accepted_draft_tokens: Summed = 0
-    model_draft_tokens: Summed = 0
+    draft_tokens: Summed[Divided[int]] = 0
+    accepted_draft_tokens: Summed[Divided[int]] = 0
+    model_draft_tokens: Summed[Divided[int]] = 0
     """Draft tokens that the draft model proposed; ``draft_tokens`` counts them, too."""
-    accepted_model_draft_tokens: Summed = 0
-    forced_tokens: Summed = 0
+    accepted_model_draft_tokens: Summed[Divided[int]] = 0
+    forced_tokens: Summed[Divided[int]] = 0
     """Accepted tokens that were the only ones a constraint allowed; ``draft_tokens`` does not count them."""
-    late_masks: Summed = 0
+    late_masks: Summed[Divided[int]] = 0
     """Samples whose mask was not ready in time."""
-    logits_rows: int = 0
+    logits_rows: Divided[int] = 0
     """Rows of logits that were sampled."""
-    copied_logits_rows: int = 0
+    copied_logits_rows: Divided[int] = 0
     """Those of them that had to be copied before sampling."""
-    runs_ahead: bool = False
+    runs_ahead: Repeated[bool] = False
     """It was submitted while the tick before computed."""
-    draft_model_ms: Averaged | None = None
+    draft_model_ms: Averaged[BeforePasses[float | None]] = None
     """Time of the draft model, which is not part of ``duration_ms``; ``None`` if it computed nothing."""
-    predicted_ms: float | None = None
+    predicted_ms: Divided[float | None] = None
     """The cost model's prediction of ``duration_ms``."""
-    decode_ms: Averaged = 0.0
-    sample_ms: Averaged = 0.0
-    mask_wait_ms: Averaged | None = None
+    decode_ms: Averaged[Divided[float]] = 0.0
+    sample_ms: Averaged[Divided[float]] = 0.0
+    mask_wait_ms: Averaged[Divided[float | None]] = None
     """How much of ``sample_ms`` was waiting for the masks of grammars; ``None`` if there were none."""
-    embedding_ms: float | None = None
+    embedding_ms: BeforePasses[float | None] = None
     """Time for texts to embed, which is not part of ``duration_ms``; ``None`` if there were none."""
-    copy_ms: float | None = None
+    copy_ms: BeforePasses[float | None] = None
     """Time for saving and loading KV states, which is not part of ``duration_ms``; ``None`` if there were none."""
-    host_gap_ms: float | None = None
+    host_gap_ms: BeforePasses[float | None] = None
     """Time since the end of the previous tick; ``None`` if there was no work in between."""
-    idle_ms: float | None = None
+    idle_ms: BeforePasses[float | None] = None
     """How long there was no request since the previous tick; ``None`` if there always was one."""
-    running: int = 0
+    running: Repeated[int] = 0
     """Sequences that held places, whether or not this tick computed them."""
-    queue_depth: int = 0
-    bytes_moved: float | None = None
-    memory_bandwidth_share: float | None = None
+    queue_depth: Repeated[int] = 0
+    bytes_moved: Divided[float | None] = None
+    memory_bandwidth_share: Repeated[float | None] = None
 
     @property
     def n_decodes(self) -> int:
@@ -144,32 +158,48 @@ class TickRecord(_Record, kw_only=True, tag="tick"):
         passes = self.n_passes
         if passes == 1:
             return [self]
-        shares = {name: getattr(self, name) / passes for name in SHARED if getattr(self, name)}
-        found = []
-        for n in range(passes):
-            counts = {
-                name: total * (n + 1) // passes - total * n // passes
-                for name in COUNTED
-                if (total := getattr(self, name))
-            }
-            start_s = self.start_s + n * self.duration_ms / passes / 1e3
-            found.append(msgspec.structs.replace(self, n_passes=1, start_s=start_s, **shares, **counts))
-        for each in found[1:]:
-            for name in BEFORE_PASSES:
+        pass_s = self.duration_ms / passes / 1e3
+        found = [msgspec.structs.replace(self, n_passes=1, start_s=self.start_s + n * pass_s) for n in range(passes)]
+        for name in DIVIDED:
+            if total := getattr(self, name):
+                for n, each in enumerate(found):
+                    setattr(each, name, _share(total, n, passes))
+        for name in BEFORE_PASSES:
+            for each in found[1:]:
                 setattr(each, name, None)
         return found
 
 
-SHARED: Final = ("predicted_ms", "decode_ms", "sample_ms", "bytes_moved")
-COUNTED: Final = ("tokens", "context_tokens", "decode_calls", "logits_rows", "copied_logits_rows")
-"""What the passes of a tick have together: sums, and counts."""
-BEFORE_PASSES: Final = ("host_gap_ms", "idle_ms", "draft_model_ms", "embedding_ms", "copy_ms")
-"""Times before the first pass of a tick."""
+def _share(total: float, n: int, passes: int) -> float:
+    """The share of pass ``n``.  Shares of a count are whole, and have it as their sum."""
+    return total * (n + 1) // passes - total * n // passes if isinstance(total, int) else total / passes
 
-SUMMED: Final = tuple([each.name for each in msgspec.structs.fields(TickRecord) if each.type == Summed])
-AVERAGED: Final = tuple(
-    [each.name for each in msgspec.structs.fields(TickRecord) if each.type in (Averaged, Averaged | None)]
-)
+
+def fields_that_are(kind: Any, record: type[_Record] = TickRecord) -> tuple[str, ...]:
+    """The fields of a record that have a kind, such as ``Summed``."""
+    [word] = kind.__metadata__
+    return tuple(
+        [each.name for each in msgspec.structs.fields(record) if word in getattr(each.type, "__metadata__", ())]
+    )
+
+
+def check_passes(record: type[_Record]) -> None:
+    """Check that each field of a record says what a pass has of it.
+
+    Raises:
+        TypeError: a field does not, or says several things.
+    """
+    kinds = (Divided, Repeated, BeforePasses, OfThePass)
+    said = Counter([name for kind in kinds for name in fields_that_are(kind, record)])
+    if wrong := [name for name in record.__struct_fields__ if said[name] != 1]:
+        raise TypeError(f"{record.__name__} does not say what each pass has of {', '.join(wrong)}")
+
+
+check_passes(TickRecord)
+SUMMED: Final = fields_that_are(Summed)
+AVERAGED: Final = fields_that_are(Averaged)
+DIVIDED: Final = fields_that_are(Divided)
+BEFORE_PASSES: Final = fields_that_are(BeforePasses)
 
 
 class Replay(msgspec.Struct, kw_only=True, omit_defaults=True):

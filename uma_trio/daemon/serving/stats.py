@@ -171,7 +171,7 @@ class Stats:
             "n_passes": n,
             "late_masks": sum([new.is_late for new in completed.new_tokens]),
             "logits_rows": len(output.tokens),
-            "copied_logits_rows": output.copied_rows,
+            "copied_logits_rows": output.copied_logits_rows,
             "runs_ahead": step.runs_ahead,
             "draft_model_ms": None if output.drafted is None else output.drafted.ms,
             "predicted_ms": plan.predicted_ms,

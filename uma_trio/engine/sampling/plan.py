@@ -80,7 +80,7 @@ class SamplingPlan:
             row for row, p in enumerate(self.params) if p.xtc_probability and p.xtc_threshold <= MAX_XTC_THRESHOLD
         ]
         gathers = len(self.drawn) < len(params) or (self.unfiltered and self.filtered)
-        self.copied_rows = len(self.drawn) if gathers else 0
+        self.copied_logits_rows = len(self.drawn) if gathers else 0
         """Rows of logits that are copied; the others are read in place."""
 
 
