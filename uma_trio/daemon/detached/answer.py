@@ -33,22 +33,22 @@ class DetachedAnswer(AnswerRecord):
     """The sink and the record of an answer.  Clients get what has been written, and nothing else.
 
     Args:
-        found: what is known of it.
+        stored: its records so far.
         n_bytes: size of its file.
         on_record: called when there are records to write.
         clock: returns seconds since 1970.
     """
 
     def __init__(
-        self, found: AnswerLog, n_bytes: int, on_record: Callable[[DetachedAnswer], None], clock: Callable[[], float]
+        self, stored: AnswerLog, n_bytes: int, on_record: Callable[[DetachedAnswer], None], clock: Callable[[], float]
     ) -> None:
-        self.log: AnswerLog = found
+        self.log: AnswerLog = stored
         """What has been written.  Of an answer that has ended, a file may have the events instead."""
-        self.n_events = len(found.events)
+        self.n_events = len(stored.events)
         self.n_bytes = n_bytes
         self.is_durable = False
         """Whether all of it is on disk."""
-        self.key = found.key
+        self.key = stored.key
         self.generation: Generation | None = None
         """What makes it, while it runs."""
         self.scope = trio.CancelScope()
@@ -69,16 +69,16 @@ class DetachedAnswer(AnswerRecord):
         """Set when this daemon has worked on it, and lives: it has a new token, waits, or has ended."""
         self.interruption: Failure | None = None
         """What has ended the last attempt to make it, but not the answer."""
-        self.title = found.title
-        self._known, self._changes = found.token_ids, [*found.changes]
-        self._n_replayed = len(found.events)
+        self.title = stored.title
+        self._known, self._changes = stored.token_ids, [*stored.changes]
+        self._n_replayed = len(stored.events)
         """Events that come again, because they are made of tokens that are known."""
         self._events: list[bytes] = []
         """Made of tokens that ``add`` gets next."""
         self._unwritten: list[Record] = []
         self._n_noted = self._n_written = 0
         """Records."""
-        self._has_ended = found.end is not None
+        self._has_ended = stored.end is not None
         self._is_closed = False
         self._on_record = on_record
         self._clock = clock
@@ -223,17 +223,17 @@ class DetachedAnswer(AnswerRecord):
 
     def take(self) -> list[Record]:
         """The records that are to be written next."""
-        found, self._unwritten = self._unwritten, []
-        return found
+        unwritten, self._unwritten = self._unwritten, []
+        return unwritten
 
     def written(self, records: Sequence[Record], n_bytes: int) -> None:
         """``records`` can be shown now."""
-        for each in records:
-            self.log.add(each)
+        for record in records:
+            self.log.add(record)
         self.n_events = len(self.log.events)
         self.n_bytes += n_bytes
         self._n_written += len(records)
-        if any(isinstance(each, log.Tokens | log.Pause | log.End) for each in records):
+        if any(isinstance(record, log.Tokens | log.Pause | log.End) for record in records):
             self.tried.set()
         self._announce()
 
@@ -273,7 +273,7 @@ class DetachedAnswer(AnswerRecord):
         if not isinstance(event, Forecast):
             return event
         age_ms = 1e3 * (trio.current_time() - came_at)
-        start_ms, end_ms = (max(0.0, each - age_ms) for each in (event.start_ms, event.end_ms))
+        start_ms, end_ms = (max(0.0, ms - age_ms) for ms in (event.start_ms, event.end_ms))
         return attrs.evolve(event, start_ms=start_ms, end_ms=end_ms)
 
     @contextlib.contextmanager

@@ -160,19 +160,19 @@ class DetachedAnswers:
             return
         for problem in self._folder.problems:
             log.warning("a detached answer cannot be used", reason=problem)
-        for each in sorted(stored, key=lambda each: each.log.begin.created_at):
-            answer = self._add(each.log, each.n_bytes)
+        for stored_answer in sorted(stored, key=lambda stored_answer: stored_answer.log.begin.created_at):
+            answer = self._add(stored_answer.log, stored_answer.n_bytes)
             answer.is_durable = True
             if answer.has_ended:
                 answer.forget_events()
-            elif each.log.is_fatal:
-                reason = f"the daemon has ended {each.log.n_attempts} times while it answered, the last time it did nothing else"
+            elif stored_answer.log.is_fatal:
+                reason = f"the daemon has ended {stored_answer.log.n_attempts} times while it answered, the last time it did nothing else"
                 answer.send(_failure(answer, DecodeFailed(reason)))
             else:
                 answer.is_resumed = True
 
-    def _add(self, found: AnswerLog, n_bytes: int) -> DetachedAnswer:
-        answer = DetachedAnswer(found, n_bytes, self._has_records, self._clock)
+    def _add(self, stored: AnswerLog, n_bytes: int) -> DetachedAnswer:
+        answer = DetachedAnswer(stored, n_bytes, self._has_records, self._clock)
         self._answers[answer.key] = answer
         return answer
 
@@ -258,7 +258,7 @@ class DetachedAnswers:
             if not answer.is_durable:
                 continue
             try:
-                has_end = any(isinstance(each, End) for each in records)
+                has_end = any(isinstance(record, End) for record in records)
                 self._folder.append(answer.key, data, answer.n_bytes, durable=has_end)
             except AnswerFolderError as error:
                 answer.is_durable = False
@@ -313,14 +313,14 @@ class DetachedAnswers:
             await self._models.describe(request.model, principal.name)
         seed = self._seed if request.seed is None else request.seed
         kept = attrs.evolve(request, stream=True, seed=secrets.randbits(63) if seed is None else seed)
-        found = AnswerLog(Begin(principal=principal, request=kept, created_at=self._clock()))
-        if found.key in self._answers:
+        new = AnswerLog(Begin(principal=principal, request=kept, created_at=self._clock()))
+        if new.key in self._answers:
             raise AnswerExists(f"there is a detached answer {request.id!r} already; choose another id", field="id")
-        data = encode(found.begin)
+        data = encode(new.begin)
         await self._make_room(principal.name, len(data))
-        if found.key in self._answers:
+        if new.key in self._answers:
             raise AnswerExists(f"there is a detached answer {request.id!r} already; choose another id", field="id")
-        answer = self._add(found, len(data))
+        answer = self._add(new, len(data))
         if self._folder is not None:
             try:
                 await self._in_thread(self._folder.create, answer.key, data)
@@ -399,14 +399,14 @@ class DetachedAnswers:
             ShuttingDown: the daemon ends.
         """
         await answer.wait_for_event(after, n_passing)
-        found = answer.log
-        if answer.n_events > len(found.events):  # then its file has them
+        records = answer.log
+        if answer.n_events > len(records.events):  # then its file has them
             assert self._folder is not None
             try:
-                found = await self._in_thread(self._folder.read, answer.key)
+                records = await self._in_thread(self._folder.read, answer.key)
             except (AnswerFolderError, DamagedFile) as error:
                 raise AnswerNotFound(f"the answer {answer.key.id!r} cannot be read any more: {error}") from None
-        return after + 1, found.events[after:]
+        return after + 1, records.events[after:]
 
 
 def _failure(answer: DetachedAnswer, error: UmaError) -> Failure:
@@ -416,8 +416,8 @@ def _failure(answer: DetachedAnswer, error: UmaError) -> Failure:
     return Failure.of(error, metadata=request.metadata)
 
 
-def _lists(found: Sequence[AnswerInfo], id: str | None) -> Iterator[AnswerList]:
-    """Yield ``found`` in parts of ``PART_ANSWERS``; at least one part."""
-    for start in range(0, max(1, len(found)), PART_ANSWERS):
+def _lists(infos: Sequence[AnswerInfo], id: str | None) -> Iterator[AnswerList]:
+    """Yield ``infos`` in parts of ``PART_ANSWERS``; at least one part."""
+    for start in range(0, max(1, len(infos)), PART_ANSWERS):
         end = start + PART_ANSWERS
-        yield AnswerList(answers=[*found[start:end]], more=end < len(found), id=id)
+        yield AnswerList(answers=[*infos[start:end]], more=end < len(infos), id=id)

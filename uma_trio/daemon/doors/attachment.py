@@ -58,11 +58,11 @@ class Attachment:
         n_passing = 0
         with self._scope, answer.reading():
             while not answer.is_complete(after):
-                first, found = await self._answers.events(answer, after, n_passing)
+                first, events = await self._answers.events(answer, after, n_passing)
                 if answer.n_passing != n_passing and (passing := answer.passing) is not None:
                     self._outbox.send(passing)
                 n_passing = answer.n_passing
-                for after, data in enumerate(found, first):
+                for after, data in enumerate(events, first):
                     await self._outbox.shrink_to(self._max_waiting_bytes)
                     await trio.lowlevel.checkpoint()
                     self._outbox.send(event_of(data, after))

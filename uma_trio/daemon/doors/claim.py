@@ -138,12 +138,12 @@ def _holder(lock: int) -> str:
 def _remove_stale(path: Path) -> bool:
     """Remove the socket of a dead daemon; returns whether there was one."""
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except FileNotFoundError:
         return False
-    if not stat.S_ISSOCK(found.st_mode):
+    if not stat.S_ISSOCK(status.st_mode):
         raise SocketPathError(f"{path} exists and is not a socket; remove it, or choose another --socket")
-    if found.st_uid != os.geteuid():
+    if status.st_uid != os.geteuid():
         raise SocketPathError(f"{path} belongs to another user; choose another --socket")
     with socket.socket(socket.AF_UNIX) as probe:
         try:

@@ -343,11 +343,16 @@ class Connection:
         models = self._owner.models
         if query.action == "list" or query.model is None:
             if query.model is None:
-                found = await models.descriptions(principal.name)
+                descriptions = await models.descriptions(principal.name)
             else:
-                found = [await models.describe(query.model, principal.name)]
+                descriptions = [await models.describe(query.model, principal.name)]
             is_own = self._principal.name == OWN_PRINCIPAL
-            return ModelList(models=found if is_own else [attrs.evolve(each, path=None) for each in found], id=query.id)
+            return ModelList(
+                models=descriptions
+                if is_own
+                else [attrs.evolve(description, path=None) for description in descriptions],
+                id=query.id,
+            )
         if self._principal.name != OWN_PRINCIPAL or (query.principal is not None and query.action != "release"):
             raise BadRequest("only the user who runs the daemon may load, unload, release and reload models")
         if query.action == "release":

@@ -54,9 +54,9 @@ class PassedFiles:
         data, ancillary, flags, _ = self._sock.recvmsg(n_bytes, ROOM_BYTES, socket.MSG_CMSG_CLOEXEC)
         for level, kind, content in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                found = array.array("i")
-                found.frombytes(content[: len(content) - len(content) % found.itemsize])
-                self._descriptors += found
+                descriptors = array.array("i")
+                descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
+                self._descriptors += descriptors
         self._n_lost += bool(flags & socket.MSG_CTRUNC)
         return data
 

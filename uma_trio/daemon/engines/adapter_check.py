@@ -49,22 +49,22 @@ def check_adapters(settings: Sequence[config.Adapter], model: Path) -> tuple[Ada
     tensors = {tensor.name: tensor for tensor in header.tensors}
     for part in parts_of(model, header.n_parts)[1:]:
         tensors |= {tensor.name: tensor for tensor in read_header(part).tensors}
-    architecture, found = header.text("general.architecture"), []
-    for each in settings:
-        path = Path(each.path).expanduser()
+    architecture, files = header.text("general.architecture"), []
+    for adapter in settings:
+        path = Path(adapter.path).expanduser()
         try:
             rank = check_adapter(read_header(path), architecture, tensors)
             size, fingerprint = path.stat().st_size, file_fingerprint(path)
         except GgufError as error:
-            raise ModelError(f"cannot load the adapter {each.name}, {path}: {error.reason}", error.remedy) from None
+            raise ModelError(f"cannot load the adapter {adapter.name}, {path}: {error.reason}", error.remedy) from None
         except OSError as error:
-            raise ModelError(f"cannot read the adapter {each.name}, {path}: {error.strerror}", GIVE_A_FILE) from None
-        found.append(
+            raise ModelError(f"cannot read the adapter {adapter.name}, {path}: {error.strerror}", GIVE_A_FILE) from None
+        files.append(
             AdapterFile(
-                name=each.name, path=path, scale=each.scale, fingerprint=fingerprint, size_bytes=size, rank=rank
+                name=adapter.name, path=path, scale=adapter.scale, fingerprint=fingerprint, size_bytes=size, rank=rank
             )
         )
-    return tuple(found)
+    return tuple(files)
 
 
 def check_adapter(header: GgufHeader, architecture: str, model: Mapping[str, Tensor]) -> int:

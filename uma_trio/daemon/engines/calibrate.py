@@ -89,10 +89,10 @@ async def calibrate(
     ends = time.perf_counter() + budget_s
     ticks: list[tuple[Work, float]] = []
     for n, shape in enumerate(SHAPES):
-        found = await trial.run(shape) if trial.fits(shape) else None
-        if n and found is not None:
-            ticks.append(found)
-            cost = cost.observed(*found)
+        tick = await trial.run(shape) if trial.fits(shape) else None
+        if n and tick is not None:
+            ticks.append(tick)
+            cost = cost.observed(*tick)
         if time.perf_counter() > ends:
             break
     await trial.clear()
@@ -146,7 +146,7 @@ async def measured_curves(trial: Trial) -> PrefillCurves | None:
 async def _curve(trial: Trial, n_decodes: int, row_counts: Sequence[int], budget_s: float) -> RowCurve | None:
     """What a tick of this many decodes and a chunk takes by its rows, as far as the time goes."""
     left_ms = 1e3 * budget_s
-    found: dict[int, list[float]] = {}
+    times_by_rows: dict[int, list[float]] = {}
     for rows in [rows for rows in row_counts if rows > n_decodes]:
         times = [
             ms
@@ -155,13 +155,13 @@ async def _curve(trial: Trial, n_decodes: int, row_counts: Sequence[int], budget
         ]
         if len(times) < CURVE_ROUNDS:
             break
-        found[rows] = times
+        times_by_rows[rows] = times
         left_ms -= sum(times)
-        is_unsteady = len(found) == MIN_POINTS and noise(found) > MAX_NOISE
+        is_unsteady = len(times_by_rows) == MIN_POINTS and noise(times_by_rows) > MAX_NOISE
         if is_unsteady or min(times) > MAX_CURVE_STEP_MS or left_ms < sum(times):
             break
     await trial.clear()
-    return RowCurve.measured(found)
+    return RowCurve.measured(times_by_rows)
 
 
 async def _call_widths(trial: Trial, budget_s: float) -> tuple[float, ...]:
@@ -204,8 +204,8 @@ class Trial:
     def fits(self, shape: Sequence[tuple[int, int]]) -> bool:
         info, lengths = self._info, self._lengths
         n = sum(n for _, n in shape)
-        each = all(seq < info.n_seq_max and lengths.get(seq, 0) + n <= info.n_ctx_seq for seq, n in shape)
-        return each and n <= info.n_batch and sum(lengths.values()) + n <= info.n_ctx
+        sequences_fit = all(seq < info.n_seq_max and lengths.get(seq, 0) + n <= info.n_ctx_seq for seq, n in shape)
+        return sequences_fit and n <= info.n_batch and sum(lengths.values()) + n <= info.n_ctx
 
     async def run(self, shape: Sequence[tuple[int, int]]) -> tuple[Work, float]:
         """A tick of ``(sequence, tokens)``, one token being a decode: what it held, and its milliseconds."""
@@ -214,9 +214,9 @@ class Trial:
         prompts = [self._input(seq, n) for seq, n in shape if n > 1]
         separately = bool(decodes and prompts) and not self._info.unified
         calls = [decodes, prompts] if separately else [decodes + prompts]
-        n = sum(len(each.tokens) for each in prompts)
-        before = sum(each.position * len(each.tokens) for each in prompts) / n if n else 0.0
-        context = sum(each.position for each in decodes)
+        n = sum(len(prompt.tokens) for prompt in prompts)
+        before = sum(prompt.position * len(prompt.tokens) for prompt in prompts) / n if n else 0.0
+        context = sum(decode.position for decode in decodes)
         if self._info.attention_scan is AttentionScan.CACHE:
             context, before = len(decodes) * n_cells, n_cells if n else 0.0
         work = Work(n, len(decodes), context, before, len(calls))
@@ -245,7 +245,7 @@ class Trial:
         if not self.fits(shape):
             self._lengths[n_decodes] = held
             return None
-        inputs = [self._input(*each) for each in shape]
+        inputs = [self._input(*sequence) for sequence in shape]
         return await self._step_ms([inputs], [Truncate(n_decodes)])
 
     def shorter(self, n: int) -> int:

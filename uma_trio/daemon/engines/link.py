@@ -225,8 +225,8 @@ class EngineLink:
         assert self._interrupts is not None
         self._interrupts.clear(step.number)
         fds = [op.fd for op in step.ops if isinstance(op, SaveState | LoadState)]
-        chunks = [each for inputs in step.calls for each in inputs if isinstance(each, StepInput)]
-        fds += [rows.fd for each in chunks for rows in each.media]
+        chunks = [item for inputs in step.calls for item in inputs if isinstance(item, StepInput)]
+        fds += [rows.fd for chunk in chunks for rows in chunk.media]
         self._send(step, fds)
 
     def define_grammar(self, key: str, source: str) -> None:
@@ -283,8 +283,8 @@ class EngineLink:
             if not data:
                 self._socket_closed = True
                 raise EngineDied(await self._exit_reason())
-            if found := self._decoder.feed(data):
-                return found
+            if messages := self._decoder.feed(data):
+                return messages
 
     async def compute(self, step: SubmittedStep) -> StepOutput:
         """Submit one step and wait for its output.

@@ -232,13 +232,13 @@ def _find_projector(settings: Model, path: Path, summary: GgufSummary) -> Path |
     if settings.mmproj == NO_PROJECTOR or summary.purpose != "generate":
         return None
     if settings.mmproj is None:
-        found = find_projector(path, ollama_projectors(path))
+        projector = find_projector(path, ollama_projectors(path))
     else:
-        found = Path(settings.mmproj).expanduser()
-    if found is not None:
-        with explained(found):
-            check_projector(found, path)
-    return found
+        projector = Path(settings.mmproj).expanduser()
+    if projector is not None:
+        with explained(projector):
+            check_projector(projector, path)
+    return projector
 
 
 def _open_pictures(start: Start, ready: Ready, stack: contextlib.ExitStack) -> Pictures | NoPictures:
@@ -302,10 +302,10 @@ def _check_draft(path: Path, summary: GgufSummary, draft: Path, of_draft: GgufSu
     Raises:
         GgufError: one of the two does not generate text.
     """
-    for file, each in ((path, summary), (draft, of_draft)):
-        if each.purpose != "generate":
+    for file, part in ((path, summary), (draft, of_draft)):
+        if part.purpose != "generate":
             raise GgufError(
-                f"{file} {IN_WORDS[each.purpose]}, and a draft model is for models that generate text",
+                f"{file} {IN_WORDS[part.purpose]}, and a draft model is for models that generate text",
                 "leave out draft_model, or name models that generate text",
             )
 
@@ -372,7 +372,7 @@ def _log_layout(layout: LayoutReport) -> None:
 
 
 def _recommended_sampling(metadata: Mapping[str, str]) -> dict[str, float]:
-    found, problems = recommended(metadata.get)
+    parameters, problems = recommended(metadata.get)
     for problem in problems:
         log.warning("ignored a sampling parameter of the model file", reason=problem)
-    return found
+    return parameters

@@ -86,7 +86,7 @@ def _curve(fields: dict[str, Any]) -> RowCurve:
 
 
 def _numbers(values: Iterable[Any], n: int | None = None) -> tuple[float, ...]:
-    found = tuple(float(value) for value in values)
-    if (n is not None and len(found) != n) or not 1 <= len(found) <= 64 or not all(abs(f) < 1e15 for f in found):
-        raise ValueError(f"{len(found)} numbers")
-    return found
+    numbers = tuple(float(value) for value in values)
+    if (n is not None and len(numbers) != n) or not 1 <= len(numbers) <= 64 or not all(abs(f) < 1e15 for f in numbers):
+        raise ValueError(f"{len(numbers)} numbers")
+    return numbers

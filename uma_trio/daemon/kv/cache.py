@@ -233,7 +233,7 @@ class KvCache:
         """Tokens that each sequence holds, by its id, without sequences that hold ``limit`` or more."""
         pool = self._pool
         lengths = dict.fromkeys(range(pool.memory.n_sequences), 0)
-        lengths.update([(seq_id, each.n_tokens) for seq_id, each in pool.allocations.items()])
+        lengths.update([(seq_id, allocation.n_tokens) for seq_id, allocation in pool.allocations.items()])
         return {seq_id: n for seq_id, n in lengths.items() if n < limit}
 
     def settle(self, allocation: Allocation) -> None:
@@ -455,7 +455,11 @@ class KvCache:
         self._cell_map.follow(in_batch, in_flight=in_flight)
 
     def _n_cells(self, allocations: Collection[Allocation]) -> int:
-        return count_cells(allocations) if self._pool.memory.unified else sum([each.n_tokens for each in allocations])
+        return (
+            count_cells(allocations)
+            if self._pool.memory.unified
+            else sum([allocation.n_tokens for allocation in allocations])
+        )
 
     def statistics(self) -> CacheStatistics:
         """Return the current occupancy."""

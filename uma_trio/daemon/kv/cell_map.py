@@ -112,7 +112,7 @@ class CellMap:
         free, start = numbers.tolist(), len(by_one)
         for cells, number in zip(by_one, free, strict=False):
             cells.append(number)
-        for n, cells in sorted(grown, key=lambda each: each[0]):  # a step has streams first, then prompts
+        for n, cells in sorted(grown, key=lambda growth: growth[0]):  # a step has streams first, then prompts
             cells.extend(free[start : start + n])
             start += n
 

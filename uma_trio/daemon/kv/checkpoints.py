@@ -46,11 +46,11 @@ Checkpoints: TypeAlias = tuple[Checkpoint, ...]
 
 def latest(checkpoints: Checkpoints, length: int) -> Checkpoint | None:
     """The longest checkpoint with at most ``length`` tokens."""
-    found = None
+    longest = None
     for checkpoint in checkpoints:
         if checkpoint.length <= length:
-            found = checkpoint
-    return found
+            longest = checkpoint
+    return longest
 
 
 def least_useful(checkpoints: Checkpoints) -> Checkpoint:

@@ -77,5 +77,6 @@ class HeldPrefixes:
 
 def _saved(states: Iterable[SavedState]) -> list[HeldPrefix]:
     return [
-        HeldPrefix(each, each.principal, each.adapters, each.tokens, len(each.tokens), is_saved=True) for each in states
+        HeldPrefix(state, state.principal, state.adapters, state.tokens, len(state.tokens), is_saved=True)
+        for state in states
     ]

@@ -100,7 +100,7 @@ class IdleLimit:
             if allocation.reserved > allocation.n_reused:
                 others.append(allocation)
         self.cells = min(self.min_cells + n_reused, self.max_cells)
-        return [others[n] for n in excess([each.reserved - each.n_reused for each in others], self.min_cells)]
+        return [others[n] for n in excess([other.reserved - other.n_reused for other in others], self.min_cells)]
 
     def remember(self, allocation: Allocation) -> None:
         """Remember ``allocation``, which this limit cuts or evicts, as a ghost."""

@@ -45,7 +45,11 @@ class OffloadPlanner:
         Args:
             idle_before: save only what has been idle since before this time.  Ignored while the pool is low.
         """
-        unsaved = [each for each in self._pool.idle.values() if each.needs_save and each not in self._saving]
+        unsaved = [
+            allocation
+            for allocation in self._pool.idle.values()
+            if allocation.needs_save and allocation not in self._saving
+        ]
         chosen = next((allocation for allocation in unsaved if allocation.cells_wanted), None)
         if chosen is None and unsaved and (self._pool.is_low or unsaved[0].idle_since <= idle_before):
             chosen = unsaved[0]
@@ -54,12 +58,12 @@ class OffloadPlanner:
     def unsaved_of(self, tokens: TokenIds, *, principal: str) -> list[Allocation]:
         """The idle allocations with a beginning of ``tokens`` that have yet to be saved."""
         return [
-            each
-            for each in self._pool.idle.values()
-            if each.needs_save
-            and each not in self._saving
-            and each.principal == principal
-            and common_prefix(each.tokens, tokens) == len(each.tokens)
+            allocation
+            for allocation in self._pool.idle.values()
+            if allocation.needs_save
+            and allocation not in self._saving
+            and allocation.principal == principal
+            and common_prefix(allocation.tokens, tokens) == len(allocation.tokens)
         ]
 
     def begin_save(self, allocation: Allocation) -> None:

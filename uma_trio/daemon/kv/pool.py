@@ -226,7 +226,7 @@ class Pool:
         limit = MAX_IDLE_FRACTION * self.memory.n_cells
         if self.idle_cells > limit:
             idle = list(self.idle.values())
-            self.evict_each([idle[n] for n in excess([each.reserved for each in idle], limit)])
+            self.evict_each([idle[n] for n in excess([allocation.reserved for allocation in idle], limit)])
 
     def _evict(self, victims: Collection[Allocation], principal: str) -> bool:
         """Evict all ``victims`` for ``principal``, or none while some must be saved; returns whether they are gone."""
@@ -269,7 +269,9 @@ class Pool:
     def drop_checkpoints(self, allocation: Allocation, checkpoints: Collection[Checkpoint]) -> None:
         """Remove ``checkpoints`` from ``allocation``; the engine drops those that no other allocation has."""
         if checkpoints:
-            allocation.checkpoints = tuple([each for each in allocation.checkpoints if each not in checkpoints])
+            allocation.checkpoints = tuple(
+                [checkpoint for checkpoint in allocation.checkpoints if checkpoint not in checkpoints]
+            )
             self.ops += [DropCheckpoint(number) for number in self.checkpoint_ids.drop(checkpoints)]
 
     def is_pending(self, checkpoint: Checkpoint) -> bool:

@@ -94,7 +94,7 @@ class Truncation:
         if len(self._pool.checkpoint_ids) + len(inside) >= limit:
             inside = []  # a speculative checkpoint must not displace an existing one
         allocation.pauses, last = (), n_reused
-        for length in (before_picture(allocation.tokens, each) for each in (n_in_common, *inside, end)):
+        for length in (before_picture(allocation.tokens, wanted) for wanted in (n_in_common, *inside, end)):
             if length - last >= MIN_SPACING:
                 allocation.pauses, last = (*allocation.pauses, length), length
 
@@ -115,7 +115,7 @@ class Truncation:
         if not may_wait or allocation.n_tokens > length or not self._pool.checkpoint_ids.max_checkpoints:
             return available
         planned = (allocation.n_awaited if allocation.leader is not None else 0, *allocation.pauses)
-        available = max([available, *(each for each in planned if allocation.n_tokens < each <= length)])
+        available = max([available, *(pause for pause in planned if allocation.n_tokens < pause <= length)])
         can_add = length - available >= MIN_SPACING and len(allocation.pauses) < MAX_CHECKPOINTS
         return length if can_add else available
 
@@ -125,7 +125,7 @@ class Truncation:
         A step that is already running may pass ``length``.  The waiting request then finds another prefix.
         """
         if not self.can_truncate and length > allocation.n_tokens and length not in allocation.pauses:
-            others = [each for each in allocation.pauses if not 0 < each - length < MIN_SPACING]
+            others = [pause for pause in allocation.pauses if not 0 < pause - length < MIN_SPACING]
             allocation.pauses = tuple(sorted([*others, length]))
 
     def save_checkpoint(self, allocation: Allocation) -> None:

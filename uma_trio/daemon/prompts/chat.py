@@ -248,7 +248,7 @@ def _without_new_surrogates(text: str, sent: object = ()) -> str:
     if text.isascii() or LONE_SURROGATE.search(text) is None:
         return text
     masks = {mask for value in texts_of(sent) for mask in LONE_SURROGATE.findall(value)}
-    return LONE_SURROGATE.sub(lambda found: found[0] if found[0] in masks else "\N{REPLACEMENT CHARACTER}", text)
+    return LONE_SURROGATE.sub(lambda match: match[0] if match[0] in masks else "\N{REPLACEMENT CHARACTER}", text)
 
 
 def _checked(index: int, message: Mapping[str, Any]) -> dict[str, Any]:

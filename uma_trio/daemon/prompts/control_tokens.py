@@ -144,8 +144,8 @@ class ControlTokens:
                 text = text.replace(first, mask)
             return text
 
-        def replacement(found: re.Match[str]) -> str:
-            return self._masks[found[0]] if self._match_end(text, found.start(), texts) else found[0]
+        def replacement(match: re.Match[str]) -> str:
+            return self._masks[match[0]] if self._match_end(text, match.start(), texts) else match[0]
 
         return self._first.sub(replacement, text)
 
@@ -163,7 +163,7 @@ class ControlTokens:
         for start, end in self._masked_ranges(rendered, text):
             if done < start:
                 parts.append(PromptPart(text[done:start]))
-            masks = (found.start() for found in _MASK_CHAR.finditer(rendered, start, end))
+            masks = (mask.start() for mask in _MASK_CHAR.finditer(rendered, start, end))
             cuts = [at + 1 for at in masks if self._match_end(text, at, self._user_defined)]
             edges = [start, *(cut for cut in cuts if cut < end), end]
             parts += [PromptPart(text[one:other], parse_special=False) for one, other in pairwise(edges)]
@@ -175,8 +175,8 @@ class ControlTokens:
     def _masked_ranges(self, rendered: str, text: str) -> Iterator[tuple[int, int]]:
         """Ranges of ``text`` with masked control tokens, ascending.  Adjacent ones are joined."""
         begun, done = -1, -1
-        for found in _MASK_CHAR.finditer(rendered):
-            start = found.start()
+        for mask in _MASK_CHAR.finditer(rendered):
+            start = mask.start()
             end = self._match_end(text, start, self._texts) if start >= done else None
             if end is None:
                 continue
@@ -190,9 +190,9 @@ class ControlTokens:
 
     def _first_unmasked(self, rendered: str, text: str, start: int, end: int) -> int:
         """Where the template's own control token begins between ``start`` and ``end``; ``end`` if there is none."""
-        for found in self._first.finditer(rendered, start, end):
-            if self._match_end(text, found.start(), self._texts):
-                return found.start()
+        for first in self._first.finditer(rendered, start, end):
+            if self._match_end(text, first.start(), self._texts):
+                return first.start()
         return end
 
     def _match_end(self, text: str, start: int, texts: Set[str]) -> int | None:
@@ -208,12 +208,12 @@ def texts_of(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for key, each in value.items():
+        for key, item in value.items():
             yield key
-            yield from texts_of(each)
+            yield from texts_of(item)
     elif isinstance(value, Sequence):
-        for each in value:
-            yield from texts_of(each)
+        for item in value:
+            yield from texts_of(item)
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:
@@ -221,9 +221,9 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {key if key in STRUCTURE else change(key): _mapped(each, change) for key, each in value.items()}
+        return {key if key in STRUCTURE else change(key): _mapped(item, change) for key, item in value.items()}
     if isinstance(value, Sequence):
-        return [_mapped(each, change) for each in value]
+        return [_mapped(item, change) for item in value]
     return value
 
 

@@ -97,9 +97,9 @@ def _position(text: str, before: str, after: str) -> int | None:
     """Where in ``text`` the difference is; ``None`` if that is not certain."""
     for size in (len(before), 64, 32, 16, 8):  # tokens in front of the text, such as BOS, are not in it
         shown = before[-size:]
-        found = text.find(shown + after)
-        if text and found >= 0 and text.find(shown + after, found + 1) < 0:
-            return found + len(shown)
+        at = text.find(shown + after)
+        if text and at >= 0 and text.find(shown + after, at + 1) < 0:
+            return at + len(shown)
     return None
 
 
@@ -123,7 +123,7 @@ def _kind(was: str, now: str, before: str, after: str) -> ChangeKind:
     if was == now or re.sub(r"\d+", "0", was) != re.sub(r"\d+", "0", now):
         return "text"
     line = before.rpartition("\n")[2], after.partition("\n")[0]
-    is_date = all(DATE.search(line[0][-20:] + each + line[1][:20]) for each in (was, now))
+    is_date = all(DATE.search(line[0][-20:] + value + line[1][:20]) for value in (was, now))
     return "date" if is_date else "number"
 
 

@@ -89,13 +89,13 @@ class InfillFormat:
             return self._plain(SNIPPET) if file is None else [file, *self._plain(line)]
 
         first = [] if repository is None else [repository, *self._plain(REPOSITORY_LINE)]
-        files = ([*heading(f"{each.filename}\n"), *self._plain(each.text)] for each in infill.files)
+        texts = ([*heading(f"{further.filename}\n"), *self._plain(further.text)] for further in infill.files)
         last = [] if file is None else heading(FILE_LINE)
-        return [*first, *chain.from_iterable(files), *last]
+        return [*first, *chain.from_iterable(texts), *last]
 
     def _plain(self, text: str) -> list[int]:
-        found: list[int] = self.tokenizer.encode(text, add_special=False, parse_special=False).tolist()
-        return found
+        tokens: list[int] = self.tokenizer.encode(text, add_special=False, parse_special=False).tolist()
+        return tokens
 
 
 def _last(tokens: list[int], n: int) -> list[int]:

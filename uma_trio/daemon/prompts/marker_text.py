@@ -38,8 +38,8 @@ class MarkerText:
             return whole
         return _PART.sub(self._replaced, _TOKEN.sub(self._replaced, marker))
 
-    def _replaced(self, found: re.Match[str]) -> str:
-        return self._character(found[0]) or found[0]
+    def _replaced(self, match: re.Match[str]) -> str:
+        return self._character(match[0]) or match[0]
 
     def _character(self, text: str) -> str | None:
         if text not in self._found:

@@ -69,11 +69,11 @@ def cut_at_pictures(parts: Sequence[PromptPart]) -> tuple[list[list[PromptPart]]
     numbers: list[int] = []
     for part in parts:
         at = 0
-        for found in _PICTURE.finditer(part.text):
-            groups[-1] += [attrs.evolve(part, text=part.text[at : found.start()])] if at < found.start() else []
+        for picture in _PICTURE.finditer(part.text):
+            groups[-1] += [attrs.evolve(part, text=part.text[at : picture.start()])] if at < picture.start() else []
             groups.append([])
-            numbers.append(ord(found[0]) - PICTURE_CHARS[0])
-            at = found.end()
+            numbers.append(ord(picture[0]) - PICTURE_CHARS[0])
+            at = picture.end()
         groups[-1] += [attrs.evolve(part, text=part.text[at:])] if at < len(part.text) else []
     return groups, numbers
 
@@ -153,25 +153,25 @@ def split_at_media(tokens: TokenIds, media: Sequence[EncodedMedia]) -> tuple[lis
 
 def rows_between(placed: Sequence[PlacedRows], start: int, end: int) -> list[MediaRows]:
     """What the engine reads for the tokens of a prompt from ``start`` up to ``end``."""
-    rows = []
-    for each in placed:
-        begin, stop = max(start, each.start), min(end, each.end)
+    between = []
+    for rows in placed:
+        begin, stop = max(start, rows.start), min(end, rows.end)
         if begin < stop:
-            row = begin - each.start
-            where = (begin - start, stop - begin, each.file.fd, each.first + row)
-            rows.append(MediaRows(*where, is_causal=each.block.is_causal, columns=each.block.columns, row=row))
-    return rows
+            row = begin - rows.start
+            where = (begin - start, stop - begin, rows.file.fd, rows.first + row)
+            between.append(MediaRows(*where, is_causal=rows.block.is_causal, columns=rows.block.columns, row=row))
+    return between
 
 
 def whole_part(placed: Sequence[PlacedRows], start: int, end: int) -> tuple[int, bool]:
-    """How far a step computes at most that begins at the token ``start`` of a prompt, and whether it must compute all of it.
+    """The last token that a step from ``start`` may compute, and whether the step must compute all tokens up to it.
 
     Rows that attend to each other are in a step of their own prompt, and none of them is left out.
 
     Args:
         end: the last token that could be computed.
     """
-    for each in placed:
-        if not each.block.is_causal and start < each.end:
-            return (each.end, True) if each.start <= start else (min(end, each.start), False)
+    for rows in placed:
+        if not rows.block.is_causal and start < rows.end:
+            return (rows.end, True) if rows.start <= start else (min(end, rows.start), False)
     return end, False

@@ -72,8 +72,8 @@ def open_prompts(
 
 def _reasoning_markers(templates: Sequence[str], text: MarkerText) -> ReasoningMarkers | None:
     """The markers of the first template that has some."""
-    found = next(filter(None, map(find_format, templates)), None)
-    return None if found is None else make_markers(found, text)
+    reasoning_format = next(filter(None, map(find_format, templates)), None)
+    return None if reasoning_format is None else make_markers(reasoning_format, text)
 
 
 def _tool_support(chat: ChatTemplate | None, templates: Sequence[str], name: str, text: MarkerText) -> ToolSupport:

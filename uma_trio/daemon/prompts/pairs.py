@@ -52,17 +52,17 @@ class PairFormat:
         return [np.array([*first, *self._plain(document), *self.after], np.int32) for document in documents]
 
     def _plain(self, text: str) -> list[int]:
-        found: list[int] = self.tokenizer.encode(text, add_special=False, parse_special=False).tolist()
-        return found
+        tokens: list[int] = self.tokenizer.encode(text, add_special=False, parse_special=False).tolist()
+        return tokens
 
     def _rendered(self, template: str, query: str, document: str) -> TokenIds:
         texts = {"query": self.controls.mask(query), "document": self.controls.mask(document)}
         parts = self.controls.split(PLACES.sub(lambda field: texts[field[1]], template))
-        found = [
+        tokens = [
             self.tokenizer.encode(part.text, add_special=False, parse_special=part.parse_special, continues=number > 0)
             for number, part in enumerate(parts)
         ]
-        return np.concatenate(found)
+        return np.concatenate(tokens)
 
 
 def find_pair_format(metadata: Mapping[str, str], tokenizer: Tokenizer) -> PairFormat:

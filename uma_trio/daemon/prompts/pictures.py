@@ -210,7 +210,7 @@ class Pictures:
 
     @property
     def _kept_bytes(self) -> int:
-        return sum([4 * each.rows.n * each.rows.width for each in self._kept.values()])
+        return sum([4 * picture.rows.n * picture.rows.width for picture in self._kept.values()])
 
 
 @attrs.frozen
@@ -232,10 +232,10 @@ class NoPictures:
         return {}
 
     async def run(self) -> None:
-        """Returns at once."""
+        """Return at once."""
 
     async def encode(self, pictures: list[Picture], *, principal: str, on_disk: bool = False) -> list[EncodedMedia]:
-        """Raises NoVision."""
+        """Raise NoVision."""
         raise NoVision(f"this model cannot see pictures: {self.why}", field=pictures[-1].field)
 
 

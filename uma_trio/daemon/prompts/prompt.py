@@ -114,7 +114,7 @@ def check_prompt_size(request: Generate, limits: Limits) -> int:
     if isinstance(request.prompt, list):
         size = len(request.prompt)  # of at least a byte each, except for control tokens
     elif request.infill is not None:
-        files = [text for each in request.infill.files for text in (each.filename, each.text)]
+        files = [text for file in request.infill.files for text in (file.filename, file.text)]
         texts = (request.prompt or "", request.infill.prefix, request.infill.suffix, *files)
         size = sum(len(text.encode()) for text in texts)
     elif request.messages is None:
@@ -167,7 +167,7 @@ class PromptMaker:
     infill: InfillFormat | None = None
     """How a gap becomes a prompt; ``None`` for a model that cannot fill it."""
     pictures: Pictures | NoPictures = NO_PROJECTOR
-    """Encodes pictures."""
+    """Encode pictures."""
     # A thread goes on after its request was cancelled.  With trio's default limiter, such threads would keep out those
     # that write sessions and KV states.  A request that is cancelled before it has a thread costs nothing.
     _rendering: FairLimiter = attrs.field(init=False, factory=partial(FairLimiter, RENDERING_THREADS))
@@ -324,11 +324,11 @@ class PromptMaker:
         Empty if ``past`` has other pictures than ``text``.
         """
         numbers = picture_numbers(text) if encoded else []
-        found = split_at_media(past, [encoded[number] for number in numbers])
-        if found is None:
+        split = split_at_media(past, [encoded[number] for number in numbers])
+        if split is None:
             return "", []
-        tokens, starts = found
-        texts = [self.tokenizer.decode(each, special=True) for each in tokens]
+        segments, starts = split
+        texts = [self.tokenizer.decode(segment, special=True) for segment in segments]
         if not text.startswith(self.tokenizer.bos):
             texts[0] = texts[0].removeprefix(self.tokenizer.bos)
         placed = [
@@ -345,9 +345,13 @@ class PromptMaker:
             ids = self.tokenizer.encode_parts(parts, continues=len(past) > 0)
             return (np.concatenate([past, ids]) if len(past) else ids), ()
         pictures = [encoded[number] for number in numbers]
-        ids, starts = self.tokenizer.encode_around(texts, [each.tokens for each in pictures], continues=len(past) > 0)
+        ids, starts = self.tokenizer.encode_around(
+            texts, [picture.tokens for picture in pictures], continues=len(past) > 0
+        )
         media = [
-            rows for each, start in zip(pictures, starts, strict=True) for rows in rows_of(each, len(past) + start)
+            rows
+            for picture, start in zip(pictures, starts, strict=True)
+            for rows in rows_of(picture, len(past) + start)
         ]
         return np.concatenate([past, ids]), tuple(media)
 
@@ -411,7 +415,7 @@ class PromptMaker:
         if not query.with_bytes:
             return TokenList(tokens=tokens, offsets=offsets, id=query.id)
         ranges = None if encoded.offsets is None else encoded.offsets.tolist()
-        spelled = [[*each] for each in self.tokenizer.tokens_to_bytes(tokens)]
+        spelled = [[*spelling] for spelling in self.tokenizer.tokens_to_bytes(tokens)]
         return TokenList(tokens=tokens, offsets=offsets, bytes=spelled, byte_ranges=ranges, id=query.id)
 
     async def texts(self, request: Embed, max_tokens: int, *, principal: str) -> list[TokenIds]:

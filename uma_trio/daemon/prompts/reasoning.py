@@ -73,9 +73,9 @@ FORMATS: Final = (
 
 def find_format(template: str) -> ReasoningFormat | None:
     """The format of a chat template; ``None`` if the template has no markers of reasoning."""
-    for each in FORMATS:
-        if any(sign in template for sign in each.signs):
-            return each
+    for reasoning_format in FORMATS:
+        if any(sign in template for sign in reasoning_format.signs):
+            return reasoning_format
     return None
 
 

@@ -205,19 +205,21 @@ FORMATS: Final = (
 
 def names() -> list[str]:
     """Names of the formats."""
-    return [each.name for each in FORMATS]
+    return [tool_format.name for tool_format in FORMATS]
 
 
 def by_name(name: str) -> ToolFormat:
     """The format called ``name``."""
-    return next(each for each in FORMATS if each.name == name)
+    return next(tool_format for tool_format in FORMATS if tool_format.name == name)
 
 
 def find_tool_format(template: str) -> ToolFormat | None:
     """The format of a chat template; ``None`` if it has none that is known."""
-    for each in FORMATS:
-        if all(sign in template for sign in each.signs) and not any(sign in template for sign in each.not_signs):
-            return each
+    for tool_format in FORMATS:
+        if all(sign in template for sign in tool_format.signs) and not any(
+            sign in template for sign in tool_format.not_signs
+        ):
+            return tool_format
     return None
 
 
@@ -234,15 +236,15 @@ def write_calls(form: ToolFormat, calls: Sequence[tuple[str, Mapping[str, Any]]]
     return form.around[0] + ("\n" if form.separator is None else form.separator).join(written) + form.around[1]
 
 
-def write_example(found: ToolFormat) -> str:
+def write_example(tool_format: ToolFormat) -> str:
     """A call as a description of the format shows it."""
-    arguments = "{...}" if found.tags is None else _write_arguments(found.tags, {"KEY": "VALUE"})
-    return found.around[0] + _write_call(found, "NAME", arguments, 0) + found.around[1]
+    arguments = "{...}" if tool_format.tags is None else _write_arguments(tool_format.tags, {"KEY": "VALUE"})
+    return tool_format.around[0] + _write_call(tool_format, "NAME", arguments, 0) + tool_format.around[1]
 
 
-def _write_call(found: ToolFormat, name: str, arguments: str, n: int) -> str:
-    before, between, after = found.written
-    number = f":{n}" if found.numbered else ""
+def _write_call(tool_format: ToolFormat, name: str, arguments: str, n: int) -> str:
+    before, between, after = tool_format.written
+    number = f":{n}" if tool_format.numbered else ""
     return f"{before}{name}{number}{between}{arguments}{after}"
 
 
@@ -258,9 +260,9 @@ def _write_argument(tags: ParameterTags, key: str, value: Any) -> str:
     return tags.before_key + key + before + tags.padding + text + tags.padding + tags.after_value
 
 
-def make_call_markers(found: ToolFormat, text: MarkerText) -> CallMarkers:
+def make_call_markers(tool_format: ToolFormat, text: MarkerText) -> CallMarkers:
     """The markers in the form in which output is searched for them."""
-    fields = {each.name: _searched(getattr(found, each.name), text) for each in attrs.fields(CallMarkers)}
+    fields = {field.name: _searched(getattr(tool_format, field.name), text) for field in attrs.fields(CallMarkers)}
     return CallMarkers(**{**fields, "controls": text.controls})
 
 
@@ -269,7 +271,7 @@ def _searched(spelled: Any, text: MarkerText) -> Any:
     if isinstance(spelled, str):
         return text.searched(spelled) if spelled else ""
     if isinstance(spelled, tuple):
-        return tuple(_searched(each, text) for each in spelled)
+        return tuple(_searched(item, text) for item in spelled)
     if isinstance(spelled, ParameterTags):
         return ParameterTags(**{name: _searched(tag, text) for name, tag in attrs.asdict(spelled).items()})
     return spelled

@@ -69,7 +69,7 @@ PLAIN_TOOLS: Final = ToolSupport(HERMES, ToolStyle(), make_call_markers(HERMES, 
 
 
 def call_ids(answer: str | None) -> Callable[[int], str]:
-    """Makes ids that no other call of a conversation has, from the numbers of calls in an answer.
+    """Make ids that no other call of a conversation has, from the numbers of calls in an answer.
 
     Args:
         answer: an id that no other answer has: then the same number gives the same id.  ``None``: ids are random.
@@ -236,14 +236,16 @@ def _one_call_each(messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
             else:
                 yield message
             continue
-        following = itertools.takewhile(lambda each: each.role == "tool", messages[n + 1 :])
+        following = itertools.takewhile(lambda message: message.role == "tool", messages[n + 1 :])
         waiting = list(following)
         content = message
         for call in message.tool_calls or ():
             yield attrs.evolve(content, tool_calls=[call])
             content = ChatMessage(role="assistant", content="")
-            yield from (each for each in waiting if call.id is not None and each.tool_call_id == call.id)
-        waiting = [each for each in waiting if any(each.tool_call_id == call.id for call in message.tool_calls or ())]
+            yield from (result for result in waiting if call.id is not None and result.tool_call_id == call.id)
+        waiting = [
+            result for result in waiting if any(result.tool_call_id == call.id for call in message.tool_calls or ())
+        ]
 
 
 # -- one that does not -----------------------------------------------------------------------------

@@ -66,7 +66,9 @@ class Catalog:
         if served is None and ":" in name:  # MODEL:ADAPTER
             model, _, adapter = name.rpartition(":")
             served = self.named(model)
-            if served is not None and adapter not in [each.name for each in served.spec.config.model.adapters]:
+            if served is not None and adapter not in [
+                configured.name for configured in served.spec.config.model.adapters
+            ]:
                 return None
         return served
 
@@ -91,14 +93,14 @@ class Catalog:
             ModelNotFound: there is none, or the principal may not have it.
         """
         models = self.models_for(principal)
-        found = self.named(name)
-        if found in models:
-            return found
+        model = self.named(name)
+        if model in models:
+            return model
         assert name is not None, "there is always a default model"
         spec = await self._opener.find(name)
         if spec is None:
             raise self.not_found(name, principal)
-        same = [model for model in models if model.spec.path == spec.path]
+        same = [other for other in models if other.spec.path == spec.path]
         if same:
             return same[0]
         if not self.may_load(principal):

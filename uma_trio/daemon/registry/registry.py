@@ -226,7 +226,7 @@ class ModelRegistry:
         """Why a request still waits."""
         if model.attempt is not None and model.attempt.progress > 0:
             return f"{model.attempt.progress:.0%} of it are loaded"
-        busy = [each.name for each in self._catalog.all() for instance in each.instances if instance.n_leases]
+        busy = [other.name for other in self._catalog.all() for instance in other.instances if instance.n_leases]
         return f"requests of {', '.join(busy)} keep the memory" if busy else "other models are loaded before it"
 
     def _attempt(self, model: Model) -> Attempt:
@@ -375,7 +375,7 @@ class ModelRegistry:
             BadRequest: there are several.
         """
         services = [model.instance.service for model in self._catalog.models if model.instance is not None]
-        answers = [(service, each) for service in services for each in service.answers_of(request_id, principal)]
+        answers = [(service, answer) for service in services for answer in service.answers_of(request_id, principal)]
         if not answers:
             raise AnswerNotFound(
                 f"you have no running answer {request_id!r}: it has ended, has not begun, or belongs to another principal",

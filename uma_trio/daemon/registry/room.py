@@ -95,7 +95,7 @@ def missing_room(n_bytes: int, loaded: Sequence[LoadedView], bounds: Bounds) -> 
         return None
     if bounds.max_loaded and len(loaded) >= bounds.max_loaded:
         return f"{len(loaded)} models are loaded (max_loaded_models)"
-    used, budget = sum(each.memory_bytes for each in loaded), bounds.budget_bytes
+    used, budget = sum(model.memory_bytes for model in loaded), bounds.budget_bytes
     if budget and used + n_bytes > budget:
         return (
             f"it needs about {n_bytes / MB:,.0f} MB, and {used / MB:,.0f} of {budget / MB:,.0f} MB are taken "
@@ -119,25 +119,25 @@ def decide(
     if missing is None:
         is_too_large = not loaded and bounds.budget_is_set and needs.least <= bounds.budget_bytes < needs.whole
         return Load(bounds.budget_bytes if is_too_large else 0)
-    if any(each.is_leaving for each in loaded):
+    if any(model.is_leaving for model in loaded):
         return Wait()
     unused = least_recently_used(loaded)
     if unused is not None:
         return Evict(unused, missing)
-    can_go = [index for index, each in enumerate(loaded) if not each.stays]
+    can_go = [index for index, model in enumerate(loaded) if not model.stays]
     oldest = min(can_go, key=lambda index: loaded[index].loaded_at, default=None)
     if oldest is not None:
         until = max(began + PATIENCE_S, loaded[oldest].loaded_at + LEAST_LOADED_S)
         if now < until:
             return Wait(until)
     if missing_room(needs.least, loaded, bounds) is None:
-        return Load(bounds.budget_bytes - sum(each.memory_bytes for each in loaded))
+        return Load(bounds.budget_bytes - sum(model.memory_bytes for model in loaded))
     if oldest is not None:
         return Evict(oldest, missing)
-    return Refuse(f"{missing}, by {', '.join(each.name for each in loaded)}, which stay loaded")
+    return Refuse(f"{missing}, by {', '.join(model.name for model in loaded)}, which stay loaded")
 
 
 def least_recently_used(loaded: Sequence[LoadedView]) -> int | None:
     """Index of the model that nobody uses, and was used least recently; ``None`` if there is none that may go."""
-    unused = [n for n, each in enumerate(loaded) if not (each.stays or each.is_used or each.is_leaving)]
+    unused = [n for n, model in enumerate(loaded) if not (model.stays or model.is_used or model.is_leaving)]
     return min(unused, key=lambda n: loaded[n].used_at, default=None)

@@ -75,8 +75,10 @@ class HandOver:
         if self.journal is None:
             return None
         if not self._to_offer:
-            idle = [each for each in self._table if each.is_here and each.durable and not self._is_used(each)]
-            self._to_offer = [each for each in idle if each.record.key not in self._offered]
+            idle = [
+                session for session in self._table if session.is_here and session.durable and not self._is_used(session)
+            ]
+            self._to_offer = [session for session in idle if session.record.key not in self._offered]
         if not self._to_offer:
             return None
         session = self._to_offer.pop()
@@ -198,9 +200,9 @@ class HandOver:
             ("state", await self._offloader.file_of(session.record.tokens, session.record.key.principal)),
         ]
         return [
-            SessionFile(kind="turns" if kind == "turns" else "state", path=str(each), n_bytes=n_bytes)
-            for kind, each in paths
-            if each is not None and (n_bytes := await self._in_thread(_size, each))
+            SessionFile(kind="turns" if kind == "turns" else "state", path=str(path), n_bytes=n_bytes)
+            for kind, path in paths
+            if path is not None and (n_bytes := await self._in_thread(_size, path))
         ]
 
     async def _accept(self, key: SessionKey, before: Session | None, query: LeaseQuery, owner: object) -> None:

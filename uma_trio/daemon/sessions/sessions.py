@@ -431,7 +431,7 @@ class Sessions:
         """Drop the KV states of ``tokens``, except for prefixes that other sessions of ``principal`` begin with."""
         self._scheduler.forget(tokens, principal)
         self._scheduler.offloader.forget(
-            tokens, principal=principal, needed=lambda found: self._table.any_begins_with(found, principal=principal)
+            tokens, principal=principal, needed=lambda saved: self._table.any_begins_with(saved, principal=principal)
         )
 
     # -- housekeeping ---------------------------------------------------------------------------

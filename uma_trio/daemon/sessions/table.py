@@ -101,10 +101,10 @@ def containing(sessions: Iterable[Session], text: str) -> list[Session]:
     """Those of ``sessions`` that have ``text`` in their title or in a message, in any case."""
     wanted = text.casefold()
     return [
-        each
-        for each in sessions
-        if wanted in each.shown_title.casefold()
-        or any(wanted in message.text.casefold() for message in each.record.messages)
+        session
+        for session in sessions
+        if wanted in session.shown_title.casefold()
+        or any(wanted in message.text.casefold() for message in session.record.messages)
     ]
 
 

@@ -23,7 +23,7 @@ _CONTROL = re.compile(f"[{CONTROL}]")
 
 def own_title(messages: Sequence[ChatMessage]) -> str:
     """The first words of the first message of the user, on one line; the name of its file without words of its own."""
-    question = next((each.text for each in messages if each.role == "user"), "")
+    question = next((message.text for message in messages if message.role == "user"), "")
     begin, name = _after_files(question)
     words = _MARKS.sub(lambda mark: mark[2] or "", question[begin : begin + 4 * TITLE_CHARS])
     return (" ".join(_CONTROL.sub(" ", words).split()) or _CONTROL.sub(" ", name))[:TITLE_CHARS].rstrip()

@@ -63,18 +63,18 @@ class AnswerFolder:
         Raises:
             AnswerFolderError: the folder cannot be read.
         """
-        found = []
+        answers = []
         for file in self._folder.list_files():
             if file.name.endswith(TEMPORARY_SUFFIX):
                 self._folder.remove(file.name)
             elif file.name.endswith(SUFFIX):
                 try:
-                    found.append(self._load(file.name))
+                    answers.append(self._load(file.name))
                 except (AnswerFolderError, DamagedFile) as error:
                     self.problems.append(f"{file.name}: {error}")
                     if isinstance(error, DamagedFile):
                         self._folder.rename(file.name, file.name + QUARANTINE_SUFFIX)
-        return found
+        return answers
 
     def create(self, key: SessionKey, data: bytes) -> None:
         """Write a new answer durably.

@@ -141,7 +141,7 @@ class AnswerLog:
 
     @property
     def key(self) -> SessionKey:
-        """Identifies the answer: each principal has its own ids."""
+        """The identity of the answer: each principal has its own ids."""
         return SessionKey(self.begin.principal.name, self.begin.request.id)
 
     @property
@@ -197,12 +197,12 @@ def new_tokens(tokens: list[int], events: list[bytes], mu: float | None, changes
 
 
 def encode(new: Record) -> bytes:
-    """Encodes a record."""
+    """Encode a record."""
     return record(MARK, msgspec.msgpack.encode(new))
 
 
 def decode(data: bytes | bytearray) -> tuple[AnswerLog, int]:
-    """Decodes the content of a file; returns it and the number of its bytes.
+    """Decode the content of a file; return it and the number of its bytes.
 
     Half a record that a crash left may follow; cut it off.
 
@@ -213,11 +213,11 @@ def decode(data: bytes | bytearray) -> tuple[AnswerLog, int]:
     n_bytes = 0
     try:
         for payload, end in intact_records(MARK, data):
-            found = _decode(payload)
+            record = _decode(payload)
             if log is not None:
-                log.add(found)
-            elif isinstance(found, Begin):
-                log = AnswerLog(found)
+                log.add(record)
+            elif isinstance(record, Begin):
+                log = AnswerLog(record)
             else:
                 raise DamagedFile("it does not begin with a request")
             n_bytes = end
@@ -229,26 +229,29 @@ def decode(data: bytes | bytearray) -> tuple[AnswerLog, int]:
 
 
 def _decode(payload: bytes | memoryview) -> Record:
-    """Decodes a record.  Raises ``ValueError`` or ``msgspec.MsgspecError`` if a field is out of range."""
-    found = _RECORD.decode(payload)
-    match found:
+    """Decode a record.  Raises ``ValueError`` or ``msgspec.MsgspecError`` if a field is out of range."""
+    record = _RECORD.decode(payload)
+    match record:
         case Begin():
-            encode_principal(found.principal.name)
-            _check_time(found.created_at)
+            encode_principal(record.principal.name)
+            _check_time(record.created_at)
         case Prompt() | Tokens():
-            if len(found.tokens) % TOKEN_BYTES:
+            if len(record.tokens) % TOKEN_BYTES:
                 raise ValueError("it has half a token")
-            decode_tokens(found.tokens)
+            decode_tokens(record.tokens)
         case End():
-            _check_time(found.ended_at)
-    return found
+            _check_time(record.ended_at)
+    return record
 
 
 def _check_changes(new: Tokens, n_before: int) -> None:
     """Raise ``ValueError`` unless the changes and what they inserted are in order, among the tokens of their record."""
     at, end = n_before, n_before + len(new.tokens) // TOKEN_BYTES
     for change in new.changes:
-        for start, n in ((change.after_tokens, 0), *((each.after_tokens, each.tokens) for each in change.insertions)):
+        for start, n in (
+            (change.after_tokens, 0),
+            *((insertion.after_tokens, insertion.tokens) for insertion in change.insertions),
+        ):
             if not at <= start <= start + n <= end:
                 raise ValueError("it has a change of other tokens")
             at = start + n

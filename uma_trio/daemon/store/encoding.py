@@ -37,7 +37,7 @@ class ForeignFile(Exception):
 
 
 def encode_tokens(tokens: npt.ArrayLike) -> bytes:
-    """Encodes token ids as little-endian int32.
+    """Encode token ids as little-endian int32.
 
     Args:
         tokens: ids in [0, MAX_TOKEN_ID] and placeholders, shape ``[n_tokens]``.
@@ -55,7 +55,7 @@ def encode_tokens(tokens: npt.ArrayLike) -> bytes:
 
 
 def decode_tokens(data: bytes | bytearray | memoryview) -> TokenIds:
-    """Decodes token ids into a read-only copy, int32 ``[n_tokens]``.
+    """Decode token ids into a read-only copy, int32 ``[n_tokens]``.
 
     Raises:
         ValueError: there are too many ids, or one is out of range.
@@ -78,7 +78,7 @@ def _check(array: npt.NDArray[np.integer]) -> None:
 
 
 def encode_principal(principal: str) -> bytes:
-    """Encodes a principal as UTF-8.
+    """Encode a principal as UTF-8.
 
     Raises:
         ValueError: the principal is empty, longer than ``MAX_PRINCIPAL_BYTES``, or not valid Unicode.

@@ -84,7 +84,7 @@ class PrivateFolder:
         self.descriptor, self._locked = self._open()
 
     def _open(self) -> tuple[int, int]:
-        """Opens the folder at the path, created if missing, and takes its lock; returns both descriptors."""
+        """Open the folder at the path, created if missing, and take its lock; return both descriptors."""
         with self.os_errors("use"), contextlib.ExitStack() as on_error:
             try:
                 _create(self.path)
@@ -117,7 +117,7 @@ class PrivateFolder:
             raise self._error(f"others can write to {self.path}: run chmod go-w on it, or choose another folder")
 
     def reopen(self) -> bool:
-        """Switches to the folder that the path names now, if the open folder was removed or moved away.
+        """Switch to the folder that the path names now, if the open folder was removed or moved away.
 
         Without this, a restart would not find files that are written from now on.  A removed lock file is replaced
         as well, because another process could otherwise lock the folder.
@@ -139,7 +139,7 @@ class PrivateFolder:
             return not is_same
 
     def close(self) -> None:
-        """Releases the folder and its lock.  Closing twice is a no-op."""
+        """Release the folder and its lock.  Closing twice is a no-op."""
         with self._reopening:
             for descriptor in (self._locked, self.descriptor):
                 if descriptor >= 0:
@@ -148,7 +148,7 @@ class PrivateFolder:
 
     @contextlib.contextmanager
     def os_errors(self, action: str, name: str = "") -> Iterator[None]:
-        """Converts an ``OSError`` into a message with the action, the path, the reason and a remedy."""
+        """Convert an ``OSError`` into a message with the action, the path, the reason and a remedy."""
         try:
             yield
         except OSError as error:
@@ -157,12 +157,12 @@ class PrivateFolder:
             raise self._error(f"cannot {action} {self.path / name}: {reason}{f'; {hint}' if hint else ''}") from error
 
     def names(self) -> set[str]:
-        """Lists all file names except the lock."""
+        """List all file names except the lock."""
         with self.os_errors("list"):
             return set(os.listdir(self.descriptor)) - {LOCK}
 
     def list_files(self) -> list[FileInfo]:
-        """Lists all files except the lock, least recently modified first."""
+        """List all files except the lock, least recently modified first."""
         files = []
         for name in self.names():
             with self.os_errors("inspect", name):
@@ -174,7 +174,7 @@ class PrivateFolder:
         return sorted(files, key=lambda file: (file.mtime_ns, file.name))
 
     def open(self, name: str, *, write: bool = False) -> int:
-        """Opens a regular file of this user and returns its descriptor, which the caller closes.
+        """Open a regular file of this user and return its descriptor, which the caller closes.
 
         Raises:
             StoreError: the file does not exist, is not a regular file, or belongs to another user.
@@ -190,7 +190,7 @@ class PrivateFolder:
 
     @contextlib.contextmanager
     def opened(self, action: str, name: str, *, write: bool = False) -> Iterator[int]:
-        """Opens a file as ``open`` does, and closes it at the end; errors in between say ``action``."""
+        """Open a file as ``open`` does, and close it at the end; errors in between say ``action``."""
         descriptor = self.open(name, write=write)
         try:
             with self.os_errors(action, name):
@@ -199,7 +199,7 @@ class PrivateFolder:
             os.close(descriptor)
 
     def read(self, name: str, most: int) -> bytearray:
-        """Reads a whole file.
+        """Read a whole file.
 
         Raises:
             DamagedFile: it has more than ``most`` bytes.
@@ -212,19 +212,19 @@ class PrivateFolder:
             return read_up_to(descriptor, size, 0)
 
     def cut(self, name: str, size: int) -> None:
-        """Removes what follows the first ``size`` bytes of a file, durably."""
+        """Remove what follows the first ``size`` bytes of a file, durably."""
         with self.opened("cut", name, write=True) as descriptor:
             os.ftruncate(descriptor, size)
             sync(descriptor)
 
     def create(self, name: str) -> int:
-        """Creates an empty file that only this user can read; returns a writable descriptor."""
+        """Create an empty file that only this user can read; return a writable descriptor."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with self.os_errors("create", name):
             return os.open(name, flags, 0o600, dir_fd=self.descriptor)
 
     def exists(self, name: str) -> bool:
-        """Tells whether the name is taken, also by a symbolic link."""
+        """Tell whether the name is taken, also by a symbolic link."""
         with self.os_errors("inspect", name):
             try:
                 os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
@@ -233,23 +233,23 @@ class PrivateFolder:
             return True
 
     def rename(self, old: str, new: str) -> None:
-        """Renames a file durably, replacing any file of the new name."""
+        """Rename a file durably, replacing any file of the new name."""
         with self.os_errors("rename", old):
             os.rename(old, new, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
             os.fsync(self.descriptor)
 
     def remove(self, name: str) -> None:
-        """Removes a file.  Removing a missing file is a no-op."""
+        """Remove a file.  Removing a missing file is a no-op."""
         with self.os_errors("remove", name), contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self.descriptor)
 
     def sync(self) -> None:
-        """Makes all names that were added or removed so far durable."""
+        """Make all names that were added or removed so far durable."""
         with self.os_errors("write"):
             os.fsync(self.descriptor)
 
     def write_atomically(self, name: str, data: bytes) -> None:
-        """Replaces the content of a file durably.  After a crash, the file has either the old content or the new."""
+        """Replace the content of a file durably.  After a crash, the file has either the old content or the new."""
         temporary = name + TEMPORARY_SUFFIX
         self.remove(temporary)
         descriptor = self.create(temporary)
@@ -267,11 +267,11 @@ class PrivateFolder:
 
 
 def _create(path: Path) -> None:
-    """Creates the folder and its missing parents durably."""
-    missing = [each for each in (path, *path.parents) if not each.exists()]
+    """Create the folder and its missing parents durably."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for each in missing:
-        sync_folder(each.parent)
+    for folder in missing:
+        sync_folder(folder.parent)
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
@@ -293,7 +293,7 @@ def _refused(status: os.stat_result) -> str | None:
 
 
 def write_all(descriptor: int, data: bytes | bytearray | memoryview, offset: int) -> None:
-    """Calls ``os.pwrite`` until all bytes are written: a single call may write fewer."""
+    """Call ``os.pwrite`` until all bytes are written: a single call may write fewer."""
     left = memoryview(data)
     while left:
         n = os.pwrite(descriptor, left, offset)
@@ -301,7 +301,7 @@ def write_all(descriptor: int, data: bytes | bytearray | memoryview, offset: int
 
 
 def read_up_to(descriptor: int, n_bytes: int, offset: int) -> bytearray:
-    """Reads ``n_bytes``, or fewer if the file ends before."""
+    """Read ``n_bytes``, or fewer if the file ends before."""
     data = bytearray(n_bytes)
     n = read_into(descriptor, memoryview(data), offset)
     del data[n:]
@@ -309,7 +309,7 @@ def read_up_to(descriptor: int, n_bytes: int, offset: int) -> bytearray:
 
 
 def read_into(descriptor: int, buffer: memoryview, offset: int) -> int:
-    """Fills ``buffer`` from the file and returns the number of bytes read; fewer only at the end of the file."""
+    """Fill ``buffer`` from the file and return the number of bytes read; fewer only at the end of the file."""
     n = 0
     while n < len(buffer) and (got := os.preadv(descriptor, [buffer[n:]], offset + n)):
         n += got
@@ -317,7 +317,7 @@ def read_into(descriptor: int, buffer: memoryview, offset: int) -> int:
 
 
 def sync(descriptor: int) -> None:
-    """Makes a file's content and size durable: they survive a crash of the machine."""
+    """Make a file's content and size durable: they survive a crash of the machine."""
     if sys.platform == "darwin":  # fsync leaves the data in the drive's volatile cache there
         fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
     else:

@@ -101,13 +101,13 @@ class Journal:
         self._folder = PrivateFolder(folder, JournalError)
 
     def close(self) -> None:
-        """Releases the folder; nothing can be written any more."""
+        """Release the folder; nothing can be written any more."""
         self._folder.close()
 
     # -- inventory ------------------------------------------------------------------------------
 
     def load(self) -> list[SessionRecord]:
-        """Returns all sessions, least recently used first.  Call it before anything is written.
+        """Return all sessions, least recently used first.  Call it before anything is written.
 
         Cuts off half a record at the end of a file, and quarantines damaged files and those of another version.
         Everything that is not a regular file of this user is ignored.  ``problems`` lists all of these.
@@ -119,39 +119,39 @@ class Journal:
             self._entries.clear()
             self.problems = []
             quarantined: list[FileInfo] = []
-            for each in self._folder.list_files():
-                if each.refused:
-                    self._report(each.name, f"ignored, it is {each.refused}")
-                elif each.name.endswith(TEMPORARY_SUFFIX):
-                    self._folder.remove(each.name)
-                elif each.name.endswith(QUARANTINE_SUFFIX):
-                    quarantined.append(each)
-                elif not each.name.endswith(SUFFIX):
-                    self._report(each.name, "ignored, it is not a session file")
+            for file in self._folder.list_files():
+                if file.refused:
+                    self._report(file.name, f"ignored, it is {file.refused}")
+                elif file.name.endswith(TEMPORARY_SUFFIX):
+                    self._folder.remove(file.name)
+                elif file.name.endswith(QUARANTINE_SUFFIX):
+                    quarantined.append(file)
+                elif not file.name.endswith(SUFFIX):
+                    self._report(file.name, "ignored, it is not a session file")
                 else:
                     try:
-                        entry = self._load(each.name)
+                        entry = self._load(file.name)
                     except JournalError as error:
-                        self._report(each.name, f"ignored, {error}")
+                        self._report(file.name, f"ignored, {error}")
                     except DamagedFile as error:
-                        new_name = f"{each.name.removesuffix(SUFFIX)}.{secrets.token_hex(4)}{QUARANTINE_SUFFIX}"
-                        self._report(each.name, f"quarantined as {new_name}: {error}")
+                        new_name = f"{file.name.removesuffix(SUFFIX)}.{secrets.token_hex(4)}{QUARANTINE_SUFFIX}"
+                        self._report(file.name, f"quarantined as {new_name}: {error}")
                         with contextlib.suppress(JournalError):  # it is not used in any case
-                            self._folder.rename(each.name, new_name)
-                            quarantined.append(attrs.evolve(each, name=new_name))
+                            self._folder.rename(file.name, new_name)
+                            quarantined.append(attrs.evolve(file, name=new_name))
                     else:
                         self._entries[entry.key] = entry
             n_bytes = 0
-            for n, each in enumerate(reversed(quarantined)):
-                n_bytes += each.n_bytes
+            for n, file in enumerate(reversed(quarantined)):
+                n_bytes += file.n_bytes
                 if n >= MAX_QUARANTINED or n_bytes > MAX_QUARANTINED_BYTES:
                     with contextlib.suppress(JournalError):  # the next start tries again
-                        self._folder.remove(each.name)
+                        self._folder.remove(file.name)
             sessions = [entry.written for entry in self._entries.values() if entry.written is not None]
         return sorted(sessions, key=lambda session: session.used_at)
 
     def needs_repair(self) -> list[SessionKey]:
-        """Lists the sessions whose files are missing or could not be changed; pass each to ``repair``.
+        """List the sessions whose files are missing or could not be changed; pass each to ``repair``.
 
         Raises:
             JournalError: the folder was removed and cannot be created again, or it cannot be read.
@@ -168,7 +168,7 @@ class Journal:
     # -- changes --------------------------------------------------------------------------------
 
     def write(self, session: SessionRecord) -> bool:
-        """Stores a session durably, replacing its previous record.  The arrays of ``session`` must not change later.
+        """Store a session durably, replacing its previous record.  The arrays of ``session`` must not change later.
 
         If the disk fails, the previous content stays and ``repair`` tries again.
 
@@ -186,7 +186,7 @@ class Journal:
                     return self._write(entry, session)
 
     def repair(self, key: SessionKey) -> SessionRecord | None:
-        """Writes or removes the file of a session that ``needs_repair``.
+        """Write or remove the file of a session that ``needs_repair``.
 
         Returns:
             The session as its file contains it now; ``None`` if there is no such session.
@@ -205,7 +205,7 @@ class Journal:
             return entry.wanted
 
     def remove(self, key: SessionKey) -> None:
-        """Removes a session durably, including its quarantined files.  Removing a missing session is a no-op.
+        """Remove a session durably, including its quarantined files.  Removing a missing session is a no-op.
 
         Raises:
             JournalError: a file cannot be removed; ``repair`` tries again.
@@ -247,7 +247,7 @@ class Journal:
             raise JournalError(str(error)) from None
 
     def _settle(self, entry: _Entry) -> bool:
-        """Makes the file what is wanted; returns whether it had been changed from outside."""
+        """Make the file what is wanted; return whether it had been changed from outside."""
         if entry.wanted is None:
             self._remove(entry)
             return False
@@ -272,7 +272,7 @@ class Journal:
         return not was_intact
 
     def _append(self, entry: _Entry, data: bytes) -> bool:
-        """Appends a record durably; returns ``False`` if the file was removed or cut from outside."""
+        """Append a record durably; return ``False`` if the file was removed or cut from outside."""
         try:
             descriptor = self._folder.open(entry.name, write=True)
         except JournalError:  # removed, or replaced by something else
@@ -307,7 +307,7 @@ class Journal:
                 del self._entries[entry.key]
 
     def _load(self, name: str) -> _Entry:
-        """Reads a file and cuts off half a record at its end.
+        """Read a file and cut off half a record at its end.
 
         Raises:
             JournalError, DamagedFile: the file cannot be used.

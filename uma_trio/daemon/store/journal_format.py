@@ -50,7 +50,7 @@ MAX_FILE_BYTES: Final = WASTE * MAX_SESSION_BYTES + HEAD.size
 
 @attrs.frozen
 class SessionKey:
-    """Identifies a session: each principal has its own ids."""
+    """The identity of a session: each principal has its own ids."""
 
     principal: Annotated[str, Meta(min_length=1, max_length=MAX_PRINCIPAL_BYTES)]
     """Owner of the session, 1 to ``MAX_PRINCIPAL_BYTES`` bytes of UTF-8."""
@@ -76,7 +76,7 @@ class SessionHead:
     @property
     def head(self) -> dict[str, Any]:
         """The values of these fields."""
-        return {each.name: getattr(self, each.name) for each in attrs.fields(SessionHead)}
+        return {field.name: getattr(self, field.name) for field in attrs.fields(SessionHead)}
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -105,7 +105,7 @@ class Turn(SessionHead):
 
 
 def file_stem(key: SessionKey) -> str:
-    """Returns the name of a session's file without its suffix: a hash, because ids may contain any character.
+    """Return the name of a session's file without its suffix: a hash, because ids may contain any character.
 
     Raises:
         ValueError: the key contains lone surrogates.
@@ -118,7 +118,7 @@ _TURN: Final = msgspec.msgpack.Decoder(Turn)
 
 
 def encode(session: SessionRecord, before: SessionRecord | None = None) -> bytes:
-    """Encodes the record that makes ``session`` of ``before``, or of nothing.
+    """Encode the record that makes ``session`` of ``before``, or of nothing.
 
     Raises:
         ValueError: a value is out of range or has the wrong type, or the record is too large.
@@ -148,7 +148,7 @@ def encode(session: SessionRecord, before: SessionRecord | None = None) -> bytes
 
 
 def decode(data: bytes | bytearray) -> tuple[SessionRecord, int]:
-    """Decodes the content of a file; returns the session and the bytes of the intact records.
+    """Decode the content of a file; return the session and the bytes of the intact records.
 
     Half a record that a crash left may follow these; cut it off.
 
@@ -178,7 +178,7 @@ def decode(data: bytes | bytearray) -> tuple[SessionRecord, int]:
 
 
 def _decode_turn(payload: bytes | memoryview) -> Turn:
-    """Decodes a turn.  Raises ``ValueError`` or ``msgspec.MsgspecError`` if a field is out of range."""
+    """Decode a turn.  Raises ``ValueError`` or ``msgspec.MsgspecError`` if a field is out of range."""
     turn = _TURN.decode(payload)
     encode_principal(turn.key.principal)
     if not (math.isfinite(turn.created_at) and math.isfinite(turn.used_at)):

@@ -84,18 +84,18 @@ class MemoryStates:
             StateFileError: the state does not exist.
         """
         with self._lock:
-            found = self._states.get(name)
-            if found is None:
+            state = self._states.get(name)
+            if state is None:
                 raise StateFileError(f"there is no state {name} in memory")
-            return MemoryReader(os.dup(found[0]))
+            return MemoryReader(os.dup(state[0]))
 
     def remove(self, name: str) -> None:
         """Remove a state.  Open readers keep it; removing a missing state is a no-op."""
         with self._lock:
-            found = self._states.pop(name, None)
-        if found is not None:
-            os.close(found[0])
-            self._give_back(found[1])
+            state = self._states.pop(name, None)
+        if state is not None:
+            os.close(state[0])
+            self._give_back(state[1])
 
     def _give_back(self, n_bytes: int) -> None:
         with self._lock:

@@ -54,8 +54,8 @@ def decode(key: bytes, data: bytes | bytearray) -> EncodedMedia:
     Raises:
         DamagedFile: the content is not what ``encode`` made for ``key``.
     """
-    body, found = memoryview(data)[:-_HASH_BYTES], bytes(data[-_HASH_BYTES:])
-    if len(data) < _HEADER.size + _HASH_BYTES or hashlib.sha256(body).digest() != found:
+    body, digest = memoryview(data)[:-_HASH_BYTES], bytes(data[-_HASH_BYTES:])
+    if len(data) < _HEADER.size + _HASH_BYTES or hashlib.sha256(body).digest() != digest:
         raise DamagedFile("its content does not have its hash")
     magic, of, n_blocks, n_tokens, n_rows, width = _HEADER.unpack_from(body)
     if magic != _MAGIC or of != key:
@@ -63,7 +63,7 @@ def decode(key: bytes, data: bytes | bytearray) -> EncodedMedia:
     at = _HEADER.size + n_blocks * _BLOCK.size
     if at + 4 * (n_tokens + n_rows * width) != len(body):
         raise DamagedFile("it has another size than its header says")
-    blocks = [RowBlock(*each) for each in _BLOCK.iter_unpack(body[_HEADER.size : at])]
+    blocks = [RowBlock(*fields) for fields in _BLOCK.iter_unpack(body[_HEADER.size : at])]
     tokens = np.frombuffer(body, "<i4", n_tokens, at).astype(np.int32)
     rows = np.frombuffer(body, "<f4", n_rows * width, at + 4 * n_tokens)
     return EncodedMedia(tokens, RowFile.of(rows.astype(np.float32).reshape(n_rows, width)), blocks)
@@ -87,11 +87,11 @@ class PictureFolder:
         self.n_bytes = 0
         """Size of all files."""
         try:
-            for each in self._folder.list_files():
-                if each.refused is None and NAME.fullmatch(each.name):
-                    self._count(each.name, each.n_bytes)
-                elif each.refused is None and NAME.match(each.name):  # one that was not complete
-                    self._folder.remove(each.name)
+            for file in self._folder.list_files():
+                if file.refused is None and NAME.fullmatch(file.name):
+                    self._count(file.name, file.n_bytes)
+                elif file.refused is None and NAME.match(file.name):  # one that was not complete
+                    self._folder.remove(file.name)
             self._make_room(0)
         except PictureFileError:
             self.close()
@@ -113,7 +113,7 @@ class PictureFolder:
             return None
         try:
             with self._folder.opened("read", name) as descriptor:
-                found = decode(key, read_up_to(descriptor, min(size, self.max_bytes), 0))
+                picture = decode(key, read_up_to(descriptor, min(size, self.max_bytes), 0))
                 os.utime(descriptor)
         except (PictureFileError, DamagedFile) as error:
             self._drop(name)
@@ -121,7 +121,7 @@ class PictureFolder:
                 raise PictureFileError(f"{self._folder.path / name} is damaged: {error}; it was removed") from None
             raise
         self._sizes.move_to_end(name)
-        return found
+        return picture
 
     def add(self, key: bytes, picture: EncodedMedia) -> None:
         """Write a picture, unless it is there, or larger than the folder may be.

@@ -30,14 +30,14 @@ def record(mark: bytes, payload: bytes) -> bytes:
 
 
 def intact_records(mark: bytes, data: bytes | bytearray) -> Iterator[tuple[memoryview, int]]:
-    """Yields the payload and the end of each intact record, up to the first damaged one.
+    """Yield the payload and the end of each intact record, up to the first damaged one.
 
     Raises:
         DamagedFile: intact records follow the damaged one.
     """
     view, at = memoryview(data), 0
-    while (found := _head(mark, view, at)) is not None:
-        size, code = found
+    while (head := _head(mark, view, at)) is not None:
+        size, code = head
         start = at + HEAD.size
         payload = view[start : start + size]
         if zlib.crc32(payload) != code:
@@ -51,11 +51,11 @@ def intact_records(mark: bytes, data: bytes | bytearray) -> Iterator[tuple[memor
 
 
 def _head(mark: bytes, view: memoryview, at: int) -> tuple[int, int] | None:
-    """Returns size and CRC of the payload of the record at ``at``; ``None`` if there is no complete record."""
+    """Return size and CRC of the payload of the record at ``at``; ``None`` if there is no complete record."""
     head = view[at : at + HEAD.size]
     if len(head) < HEAD.size:
         return None
-    found, size, code, own = HEAD.unpack(head)
-    if found != mark or own != zlib.crc32(head[:-4]) or size > len(view) - at - HEAD.size:
+    own_mark, size, code, own = HEAD.unpack(head)
+    if own_mark != mark or own != zlib.crc32(head[:-4]) or size > len(view) - at - HEAD.size:
         return None
     return size, code

@@ -106,13 +106,13 @@ class StateFolder:
         self._folder = PrivateFolder(folder, StateFileError)
 
     def close(self) -> None:
-        """Releases the folder.  Open states stay readable; drafts can no longer be finished."""
+        """Release the folder.  Open states stay readable; drafts can no longer be finished."""
         self._folder.close()
 
     # -- inventory ------------------------------------------------------------------------------
 
     def scan(self) -> list[SavedState]:
-        """Lists all usable states, least recently used first.  Reads their metadata, but not the states.
+        """List all usable states, least recently used first.  Reads their metadata, but not the states.
 
         Also cleans up: removes unfinished files and quarantines damaged ones.  Foreign files, and everything that is
         not a regular file of this user, stay as they are.  ``problems`` lists the files that were not accepted.  Other
@@ -126,33 +126,33 @@ class StateFolder:
             self._files.clear()
             self.problems = []
             drafts = {draft.file_name for draft in self._drafts}
-            for each in self._folder.list_files():
-                if each.name in drafts:
+            for file in self._folder.list_files():
+                if file.name in drafts:
                     continue
-                if each.refused:
-                    self.problems.append(f"{each.name}: ignored, it is {each.refused}")
-                elif each.name.endswith(TEMPORARY_SUFFIX):
-                    self._folder.remove(each.name)
-                elif each.name.endswith(QUARANTINE_SUFFIX):
-                    self._add_quarantined(each.name, each.n_bytes)
-                elif not each.name.endswith(SUFFIX) or not NAME.fullmatch(each.name.removesuffix(SUFFIX)):
-                    self.problems.append(f"{each.name}: ignored, it is not a state file")
+                if file.refused:
+                    self.problems.append(f"{file.name}: ignored, it is {file.refused}")
+                elif file.name.endswith(TEMPORARY_SUFFIX):
+                    self._folder.remove(file.name)
+                elif file.name.endswith(QUARANTINE_SUFFIX):
+                    self._add_quarantined(file.name, file.n_bytes)
+                elif not file.name.endswith(SUFFIX) or not NAME.fullmatch(file.name.removesuffix(SUFFIX)):
+                    self.problems.append(f"{file.name}: ignored, it is not a state file")
                 else:
-                    self._files[each.name] = file = _File(each.n_bytes, usable=False)
+                    self._files[file.name] = entry = _File(file.n_bytes, usable=False)
                     try:
-                        states.append(self._inspect(each.name))
-                        file.usable = True
+                        states.append(self._inspect(file.name))
+                        entry.usable = True
                     except (ForeignFile, StateFileError) as error:
-                        self.problems.append(f"{each.name}: ignored, {error}")
+                        self.problems.append(f"{file.name}: ignored, {error}")
                     except DamagedFile as error:
-                        self.problems.append(f"{each.name}: quarantined, {error}")
-                        del self._files[each.name]
-                        if self._rename_to_quarantine(each.name):
-                            self._add_quarantined(each.name + QUARANTINE_SUFFIX, each.n_bytes)
+                        self.problems.append(f"{file.name}: quarantined, {error}")
+                        del self._files[file.name]
+                        if self._rename_to_quarantine(file.name):
+                            self._add_quarantined(file.name + QUARANTINE_SUFFIX, file.n_bytes)
             return states
 
     def __contains__(self, name: str) -> bool:
-        """Tells whether a state still exists; it may have made room for others."""
+        """Tell whether a state still exists; it may have made room for others."""
         file = self._files.get(name + SUFFIX)
         return file is not None and file.usable
 
@@ -163,7 +163,7 @@ class StateFolder:
             return self._used()
 
     def touch(self, name: str) -> None:
-        """Marks a state as used now.  The order of use survives a restart.
+        """Mark a state as used now.  The order of use survives a restart.
 
         Raises:
             StateFileError: the state does not exist any more.
@@ -177,7 +177,7 @@ class StateFolder:
             os.utime(file, ns=(now, now), dir_fd=self._folder.descriptor, follow_symlinks=False)
 
     def remove(self, name: str) -> None:
-        """Removes a state.  Open readers keep it; removing a missing state is a no-op.
+        """Remove a state.  Open readers keep it; removing a missing state is a no-op.
 
         Raises:
             StateFileError: the file cannot be removed.
@@ -190,7 +190,7 @@ class StateFolder:
     # -- writing --------------------------------------------------------------------------------
 
     def begin(self, n_bytes: int) -> StateDraft:
-        """Creates a file for a state of at most ``n_bytes``.
+        """Create a file for a state of at most ``n_bytes``.
 
         Its space on disk is allocated and its pages are in the page cache, so that writing through a mapping of
         the file neither blocks on the disk nor fails because the disk is full.  Least recently used states make room.
@@ -213,16 +213,16 @@ class StateFolder:
         return draft
 
     def _reopen(self) -> None:
-        """Continues in a new, empty folder if the folder was removed."""
+        """Continue in a new, empty folder if the folder was removed."""
         if self._folder.reopen():
             with self._lock:
                 self._files.clear()
 
     def _reserve(self, draft: StateDraft, n_bytes: int) -> None:
-        """Counts ``draft`` as ``n_bytes`` and makes room for them."""
+        """Count ``draft`` as ``n_bytes`` and make room for them."""
         evicted: list[tuple[str, _File]] = []
         with self._lock:
-            others = sum(each.reserved for each in self._drafts if each is not draft)
+            others = sum(other.reserved for other in self._drafts if other is not draft)
             if n_bytes + others > self.max_bytes:
                 raise StateFileError(
                     f"no room in {self._folder.path}: {n_bytes} bytes and {others} of other drafts exceed its limit "
@@ -245,7 +245,7 @@ class StateFolder:
             del evicted[0]
 
     def _complete(self, draft: StateDraft, state: SavedState) -> None:
-        """Adds the metadata, makes the file durable and gives it its final name."""
+        """Add the metadata, make the file durable and give it its final name."""
         fd, now, n_bytes = draft.fd, time.time_ns(), state.n_bytes
         if not 0 < n_bytes <= draft.n_bytes:
             raise StateFileError(f"{n_bytes} bytes do not fit a draft of {draft.n_bytes}")
@@ -280,7 +280,7 @@ class StateFolder:
     # -- reading --------------------------------------------------------------------------------
 
     def open(self, name: str, *, verify: bool = True) -> StateReader:
-        """Opens a state after verifying every byte of it.
+        """Open a state after verifying every byte of it.
 
         Args:
             verify: if False, and the state is in the page cache, only the metadata is verified.  Whoever reads the state
@@ -341,11 +341,11 @@ class StateFolder:
         return True
 
     def path_of(self, name: str) -> Path:
-        """Returns where a state is."""
+        """Return where a state is."""
         return self._folder.path / self._file_name(name)
 
     def adopt(self, path: Path, principal: str) -> SavedState:
-        """Copies the file of another folder, after verifying every byte of it.  Blocks on the disk.
+        """Copy the file of another folder, after verifying every byte of it.  Blocks on the disk.
 
         Args:
             principal: its owner here.
@@ -383,7 +383,7 @@ class StateFolder:
     # -- bookkeeping, with the lock held --------------------------------------------------------
 
     def _used(self) -> int:
-        return sum(file.n_bytes for file in self._files.values()) + sum(each.reserved for each in self._drafts)
+        return sum(file.n_bytes for file in self._files.values()) + sum(draft.reserved for draft in self._drafts)
 
     def _add_quarantined(self, file: str, n_bytes: int) -> None:
         self._files[file] = _File(n_bytes, usable=False)
@@ -409,7 +409,7 @@ class _OpenState:
         self._close_fd: weakref.finalize[[int], _OpenState] | None = None
 
     def _open(self, fd: int) -> None:
-        """Takes ``fd`` over; it is closed with the object at the latest."""
+        """Take ``fd`` over; it is closed with the object at the latest."""
         self._fd = fd
         self._close_fd = weakref.finalize(self, os.close, fd)
 
@@ -425,7 +425,7 @@ class _OpenState:
         return self._fd
 
     def close(self) -> None:
-        """Closes the file.  Closing twice is a no-op."""
+        """Close the file.  Closing twice is a no-op."""
         self._fd = -1
         if self._close_fd is not None:
             self._close_fd()
@@ -460,7 +460,7 @@ class StateDraft(_OpenState):
         checkpoints: tuple[tuple[int, int], ...] = (),
         adapters: str = "",
     ) -> SavedState:
-        """Makes the state durable under its name.  Reads and hashes the whole file, and blocks on the disk.
+        """Make the state durable under its name.  Reads and hashes the whole file, and blocks on the disk.
 
         The draft is closed in any case; if an error is raised, its file is removed.
 
@@ -482,7 +482,7 @@ class StateDraft(_OpenState):
             self.abandon()
 
     def abandon(self) -> None:
-        """Removes the file.  A no-op after ``finish``.
+        """Remove the file.  A no-op after ``finish``.
 
         Raises:
             StateFileError: the file cannot be removed; the next ``scan`` tries again.
@@ -508,7 +508,7 @@ class StateReader(_OpenState):
 
 
 def allocate(fd: int, n_bytes: int) -> None:
-    """Allocates space on disk, and fills the page cache with zeros.
+    """Allocate space on disk, and fill the page cache with zeros.
 
     Space first: a process that writes through a mapping is killed when the disk turns out to be full.  Then the page
     cache: the writer does not wait for the file system to find a page for each 4 KiB.
@@ -521,7 +521,7 @@ def allocate(fd: int, n_bytes: int) -> None:
 
 
 def _write_metadata(fd: int, header: bytes, tail: bytes, tail_at: int, mtime_ns: int) -> None:
-    """Writes all but the state, and makes the whole file durable."""
+    """Write all but the state, and make the whole file durable."""
     os.ftruncate(fd, tail_at)
     write_all(fd, tail, tail_at)
     write_all(fd, header, 0)
@@ -530,7 +530,7 @@ def _write_metadata(fd: int, header: bytes, tail: bytes, tail_at: int, mtime_ns:
 
 
 def _is_cached(fd: int, n_bytes: int) -> bool:
-    """Tells whether the first ``n_bytes`` of a file are in the page cache, by one byte of each MiB.
+    """Tell whether the first ``n_bytes`` of a file are in the page cache, by one byte of each MiB.
 
     ``False`` where the system or the file system cannot say.
     """
@@ -542,7 +542,7 @@ def _is_cached(fd: int, n_bytes: int) -> bool:
 
 
 def _hash_pages(fd: int, n_bytes: int, readers: int) -> list[bytes]:
-    """Reads the state and returns the hash of each page, computed by up to ``readers`` threads.
+    """Read the state and return the hash of each page, computed by up to ``readers`` threads.
 
     Reads with system calls: through a mapping, a bad sector would end the process.
 
@@ -567,11 +567,11 @@ def _hash_pages(fd: int, n_bytes: int, readers: int) -> list[bytes]:
     # Each thread reads one contiguous range: alternating pages defeat the system's read-ahead.
     ends = [n * i // n_threads for i in range(n_threads + 1)]
     with ThreadPoolExecutor(n_threads, "uma-state") as threads:
-        return [each for hashes in threads.map(hash_range, ends[:-1], ends[1:]) for each in hashes]
+        return [page_hash for hashes in threads.map(hash_range, ends[:-1], ends[1:]) for page_hash in hashes]
 
 
-def _verify(found: list[bytes], expected: list[bytes]) -> None:
-    """Raises ``DamagedFile`` unless the hashes of all pages are as expected."""
-    for i, (one, other) in enumerate(zip(found, expected, strict=True)):
+def _verify(hashes: list[bytes], expected: list[bytes]) -> None:
+    """Raise ``DamagedFile`` unless the hashes of all pages are as expected."""
+    for i, (one, other) in enumerate(zip(hashes, expected, strict=True)):
         if one != other:
             raise DamagedFile(f"it was altered between byte {i * PAGE_BYTES} and {(i + 1) * PAGE_BYTES}")

@@ -95,7 +95,7 @@ class Header:
 
 
 def fingerprint_of(text: bytes | str) -> bytes:
-    """Condenses a fingerprint of any length to ``FINGERPRINT_BYTES``."""
+    """Condense a fingerprint of any length to ``FINGERPRINT_BYTES``."""
     data = text.encode() if isinstance(text, str) else text
     return hashlib.blake2b(data, digest_size=FINGERPRINT_BYTES).digest()
 
@@ -103,7 +103,7 @@ def fingerprint_of(text: bytes | str) -> bytes:
 def encode(
     state: SavedState, *, fingerprint: bytes, saved_at: float, page_hashes: Sequence[bytes]
 ) -> tuple[bytes, bytes]:
-    """Encodes all of a file but the state itself: its first ``PAYLOAD_AT`` bytes, and the tail that follows the state.
+    """Encode all of a file but the state itself: its first ``PAYLOAD_AT`` bytes, and the tail that follows the state.
 
     Args:
         saved_at: seconds since 1970.
@@ -122,7 +122,7 @@ def encode(
 
 
 def encode_header(header: Header, fingerprint: bytes) -> bytes:
-    """Encodes the first ``PAYLOAD_AT`` bytes of a file.
+    """Encode the first ``PAYLOAD_AT`` bytes of a file.
 
     Raises:
         ValueError: the principal cannot be stored.
@@ -144,7 +144,7 @@ def encode_header(header: Header, fingerprint: bytes) -> bytes:
 
 
 def decode_header(data: bytes | bytearray, name: str, file_bytes: int, fingerprint: bytes) -> Header:
-    """Decodes and verifies the header of the file ``name``.
+    """Decode and verify the header of the file ``name``.
 
     Args:
         data: the first ``PAYLOAD_AT`` bytes of the file, or fewer if it is shorter.
@@ -178,7 +178,7 @@ def decode_header(data: bytes | bytearray, name: str, file_bytes: int, fingerpri
 
 
 def decode_tail(data: bytes | bytearray, header: Header) -> tuple[SavedState, list[bytes]]:
-    """Decodes and verifies the tail; returns the description of the state and the hashes of its pages.
+    """Decode and verify the tail; return the description of the state and the hashes of its pages.
 
     Raises:
         DamagedFile: the tail is cut off or altered, or its content is not possible.
@@ -189,14 +189,14 @@ def decode_tail(data: bytes | bytearray, header: Header) -> tuple[SavedState, li
     tokens, rest = view[: TOKEN_BYTES * header.n_tokens], view[TOKEN_BYTES * header.n_tokens :]
     extra, hashes = rest[: header.extra_bytes], bytes(rest[header.extra_bytes :])
     try:
-        found = _EXTRA.decode(extra)
+        metadata = _EXTRA.decode(extra)
         state = SavedState(
             name=header.name,
             principal=header.principal,
             tokens=decode_tokens(tokens),
             n_bytes=header.n_bytes,
-            checkpoints=found.checkpoints,
-            adapters=found.adapters,
+            checkpoints=metadata.checkpoints,
+            adapters=metadata.adapters,
         )
         check_checkpoints(state)
     except (ValueError, msgspec.MsgspecError, RecursionError) as error:
@@ -205,7 +205,7 @@ def decode_tail(data: bytes | bytearray, header: Header) -> tuple[SavedState, li
 
 
 def check_checkpoints(state: SavedState) -> None:
-    """Raises ``ValueError`` unless the checkpoints can be those of such a state."""
+    """Raise ``ValueError`` unless the checkpoints can be those of such a state."""
     lengths = [0, *(length for length, _ in state.checkpoints), len(state.tokens) + 1]
     sizes = [n_bytes for _, n_bytes in state.checkpoints]
     if sorted(set(lengths)) != lengths or min([1, *sizes]) < 1 or sum(sizes) >= state.n_bytes:

@@ -40,7 +40,7 @@ class _StopStates:
     """For each state, the state of the next shorter suffix that is also a prefix of a stop string."""
     length: tuple[int, ...]
     """For each state, the length of its prefix in characters."""
-    found: tuple[str | None, ...]
+    longest_stop: tuple[str | None, ...]
     """For each state, the longest stop string that the text ends with."""
 
     def step(self, state: int, character: str) -> int:
@@ -53,7 +53,7 @@ class _StopStates:
 def _compiled(stop: tuple[str, ...]) -> _StopStates:
     next_state: list[dict[str, int]] = [{}]
     length = [0]
-    found: list[str | None] = [None]
+    longest_stop: list[str | None] = [None]
     for word in stop:
         state = 0
         for character in word:
@@ -61,9 +61,9 @@ def _compiled(stop: tuple[str, ...]) -> _StopStates:
                 next_state[state][character] = len(next_state)
                 next_state.append({})
                 length.append(length[state] + 1)
-                found.append(None)
+                longest_stop.append(None)
             state = next_state[state][character]
-        found[state] = word
+        longest_stop[state] = word
 
     shorter = [0] * len(next_state)
     level = list(next_state[0].values())  # breadth first: the states of shorter prefixes are complete
@@ -75,10 +75,10 @@ def _compiled(stop: tuple[str, ...]) -> _StopStates:
                 while fallback and character not in next_state[fallback]:
                     fallback = shorter[fallback]
                 shorter[state] = next_state[fallback].get(character, 0)
-                found[state] = found[state] or found[shorter[state]]
+                longest_stop[state] = longest_stop[state] or longest_stop[shorter[state]]
                 deeper.append(state)
         level = deeper
-    return _StopStates(tuple(next_state), tuple(shorter), tuple(length), tuple(found))
+    return _StopStates(tuple(next_state), tuple(shorter), tuple(length), tuple(longest_stop))
 
 
 class StringSearch:
@@ -123,7 +123,7 @@ class StringSearch:
         state = self._state
         for end, character in enumerate(new, start=len(self._held) + 1):
             state = states.step(state, character)
-            if (matched := states.found[state]) is not None:
+            if (matched := states.longest_stop[state]) is not None:
                 self.matched = matched
                 self._held = ""
                 self.rest = text[end:]

@@ -120,8 +120,8 @@ class NamedCall:
                 raise NotACall
             return False
         if not self._arguments:
-            if self._numbered and (found := _NUMBERED.fullmatch(self._name)):
-                self._name = found[1]
+            if self._numbered and (parts := _NUMBERED.fullmatch(self._name)):
+                self._name = parts[1]
             self._id = self._reader.begin(self._name)
         self._arguments.append(c)
         self._nesting.step(c)

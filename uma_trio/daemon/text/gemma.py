@@ -70,17 +70,17 @@ def _scalar(text: str, at: int, quote: str, *, is_key: bool = False) -> tuple[An
         if end < 0:
             raise InvalidNotation("a string does not end")
         return text[begin:end], end + len(quote)
-    found = _BARE.match(text, at)
-    if found is None:
+    match = _BARE.match(text, at)
+    if match is None:
         raise InvalidNotation("a value is missing")
     if is_key:
-        return found[0], found.end()
+        return match[0], match.end()
     try:
-        return msgspec.json.decode(found[0]), found.end()
+        return msgspec.json.decode(match[0]), match.end()
     except msgspec.MsgspecError:
-        return found[0], found.end()  # a string without its marks
+        return match[0], match.end()  # a string without its marks
 
 
 def _after_spaces(text: str, at: int) -> int:
-    found = _SPACES.match(text, at)
-    return at if found is None else found.end()
+    match = _SPACES.match(text, at)
+    return at if match is None else match.end()

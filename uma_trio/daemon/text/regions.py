@@ -162,8 +162,8 @@ class RegionAssembler(TextAssembler):
             if self._region is _Region.START:
                 new = self._leave_start(new)
             elif self._region is _Region.REASONING:
-                found, new = self._take(self._end, new)
-                split += Split(reasoning=self._reasoning_text(found))
+                reasoning, new = self._take(self._end, new)
+                split += Split(reasoning=self._reasoning_text(reasoning))
                 if self._end.matched is not None:
                     self._end.restart()
                     self._region, self._held, self._skips_spaces = _Region.START, "", True
@@ -172,8 +172,8 @@ class RegionAssembler(TextAssembler):
                 found_split, new = self._read_calls(new)
                 split += found_split
             else:
-                found, new = self._take(self._in_answer, new)
-                text = self._answer_text(visible(found))
+                answer, new = self._take(self._in_answer, new)
+                text = self._answer_text(visible(answer))
                 if (marker := self._in_answer.matched) is not None:
                     self._in_answer.restart()
                     if marker in self._begins_calls:
@@ -226,8 +226,8 @@ class RegionAssembler(TextAssembler):
         deltas, rest = reader.feed(new)
         self._parts.append(visible(new[: len(new) - len(rest)]))
         self._n_calls_begun = reader.n_begun
-        if found := reader.calls[n_before:]:
-            self.calls += found
+        if ended := reader.calls[n_before:]:
+            self.calls += ended
             self._skips_spaces = True
         if reader.state is State.OPEN or self.has_ended:
             return Split(calls=deltas), rest
@@ -244,10 +244,10 @@ class RegionAssembler(TextAssembler):
 
     def _take(self, search: StringSearch, new: str) -> tuple[str, str]:
         """Text of ``new`` that belongs to no marker, and what follows the first marker."""
-        found = search.feed(new)
+        before = search.feed(new)
         rest = search.rest
         self._parts.append(visible(new[: len(new) - len(rest)]))
-        return found, rest
+        return before, rest
 
     def _reasoning_text(self, text: str) -> str:
         text = self._held + visible(text)

@@ -117,7 +117,7 @@ class CallReader:
         if self._begins_call and end == self._begins_call:
             self._end = ""
             self._call = self._new_call()
-        elif any(each.startswith(end) for each in (*self._markers.end, self._begins_call or "")):
+        elif any(marker.startswith(end) for marker in (*self._markers.end, self._begins_call or "")):
             self._end = end
         elif self._end:
             self._leave()
