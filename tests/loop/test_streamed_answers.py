@@ -10,6 +10,7 @@ import pytest
 import trio
 from starlette.responses import Response
 
+from tests.support.request_states import begin_request
 from tests.support.serving import serving, settings
 from uma_trio.client import AnswerInfo, Client, Eos, Event, Timings, ToolCall, ToolCallDelta, Usage
 from uma_trio.gateway.answer import COMMENT, StreamedAnswer
@@ -39,7 +40,9 @@ async def sent(events: AsyncIterator[list[Event]]) -> list[tuple[float, bytes]]:
 
     renderer = ChatChunks(HEAD, "r", Extras(), n=1, has_usage=False, warnings=[])
     answer = StreamedAnswer(events, renderer, refuse=refuse, keep_alive_s=KEEP_ALIVE_S)
-    await answer({"type": "http", "state": {"send": send}}, receive, send)
+    scope: dict[str, object] = {"type": "http"}
+    begin_request(scope, send)
+    await answer(scope, receive, send)
     return found
 
 

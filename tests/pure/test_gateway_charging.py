@@ -9,6 +9,7 @@ import attrs
 import pytest
 
 from tests.support.cases import all_cases
+from tests.support.request_states import begin_request
 from uma_trio.client import Embeddings, Eos, Event, RankedDocument, Ranking, Reasoning, Token
 from uma_trio.errors import ControllerFailed, InternalError
 from uma_trio.gateway.charging import UNKNOWN_MAX_TOKENS, Account, Charge, begin_charge, estimated_tokens
@@ -253,7 +254,9 @@ def test_a_request_is_no_longer_in_flight_however_it_ends() -> None:
 )
 def test_who_is_an_administrator(tenant: Tenant | None, has_tenants: bool, address: str | None, allowed: bool) -> None:
     client = None if address is None else (address, 1)
-    scope = {"state": {"tenant": tenant, "n_tenants": 1 if has_tenants else None}, "client": client, "path": "/"}
+    scope: dict[str, Any] = {"client": client, "path": "/"}
+    state = begin_request(scope)
+    state.tenant, state.n_tenants = tenant, 1 if has_tenants else None
     if allowed:
         check_admin(scope)
         return

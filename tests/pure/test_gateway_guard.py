@@ -14,12 +14,14 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from tests.pure.test_gateway_charging import Memory
+from tests.support.request_states import begin_request
 from uma_trio.gateway.body import MAX_INCOMPLETE, PACE_BYTES, BodyLimits
 from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.guard import Guard
 from uma_trio.gateway.key_file import CurrentTenants
 from uma_trio.gateway.limits import WRONG_KEYS_PER_MINUTE, Limiter, WrongKeys
 from uma_trio.gateway.origins import Origins
+from uma_trio.gateway.request_state import RequestState
 
 MAX_BODY = 100
 RAW, FILES = ("POST", "/raw"), ("POST", "/files")
@@ -78,6 +80,7 @@ async def call(
     parts: Iterable[bytes] = (b"",),
     last: Message | None = None,
     answer: Answer | None = None,
+    is_overloaded: bool = False,
     **scope: Any,
 ) -> Answer:
     """Send a request whose body arrives in parts.
@@ -106,7 +109,9 @@ async def call(
 
     headers = [(b"host", b"localhost"), *scope.pop("headers", [(b"transfer-encoding", b"chunked")])]
     found = {"type": "http", "method": "POST", "path": path, "scheme": "http", "headers": headers, **scope}
-    await guard({"client": ("127.0.0.1", 1), "root_path": "", **found}, receive, send)
+    found = {"client": ("127.0.0.1", 1), "root_path": "", **found}
+    begin_request(found).is_overloaded = is_overloaded
+    await guard(found, receive, send)
     return answer
 
 
@@ -121,12 +126,11 @@ async def test_an_application_that_is_mounted_below_a_path(guard: Guard) -> None
 
 
 async def test_more_connections_than_allowed_leave_the_open_paths(guard: Guard) -> None:
-    state = {"is_overloaded": True}
-    found = await call(guard, "/closed", state=dict(state))
+    found = await call(guard, "/closed", is_overloaded=True)
     assert (found.status, found.code) == (429, "E_LIMIT_CONNECTIONS")
     assert found.headers["retry-after"] == "1"
     assert found.headers["connection"] == "close"
-    assert (await call(guard, state=dict(state))).status == 200
+    assert (await call(guard, is_overloaded=True)).status == 200
 
 
 async def test_a_client_that_leaves_in_the_middle_reaches_nobody(guard: Guard) -> None:
@@ -174,7 +178,7 @@ async def test_a_file_reaches_its_endpoint_in_parts_which_may_be_slow_but_not_to
 
     async def received(scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async for part in scope["state"]["body"].parts():
+            async for part in RequestState.of(scope).body.parts():
                 arrived.append(part)
                 await trio.sleep(60)  # a slow disk is not the client's fault
             await Response(b"")(scope, receive, send)

@@ -12,7 +12,7 @@ from opentelemetry.semconv.attributes import error_attributes, http_attributes
 from opentelemetry.trace import SpanKind
 
 from tests.support.cases import all_cases
-from uma_trio.gateway.request_logger import EndOfAnswer, RequestRecord
+from uma_trio.gateway.request_record import EndOfAnswer, RequestRecord
 from uma_trio.gateway.tracing import Tracer
 from uma_trio.protocol.events import Eos
 from uma_trio.protocol.usage import Timings, Usage

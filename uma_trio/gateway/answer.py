@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from uma_trio.client import Eos, Event, Forecast
 from uma_trio.gateway.errors import ETA, HttpError, client_left
+from uma_trio.gateway.request_state import RequestState
 from uma_trio.processes.large_work import LargeWork
 
 T = TypeVar("T")
@@ -226,7 +227,7 @@ class StreamedAnswer(Response, Generic[Item]):
 
         What is around the application only changes how a response begins, so pieces of the body go to the server directly.
         """
-        self._send = scope["state"]["send"]
+        self._send = RequestState.of(scope).server_send
         refusals: list[Response] = []
 
         async def stream() -> None:  # in a task of its own, so that a token need not wake all that is around this

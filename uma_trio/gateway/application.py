@@ -39,6 +39,8 @@ from uma_trio.gateway.peers.leaving import Leaving
 from uma_trio.gateway.peers.moving import Peers
 from uma_trio.gateway.picture_urls import PictureUrls
 from uma_trio.gateway.request_logger import HttpMetrics, RequestLogger, Tracer, log
+from uma_trio.gateway.request_record import RequestRecord
+from uma_trio.gateway.request_state import IS_OVERLOADED, RequestState
 from uma_trio.gateway.unattended import Unattended
 from uma_trio.gateway.upload import MAX_FORM_BYTES
 from uma_trio.gateway.usage import UsageFile, usage_path
@@ -100,11 +102,11 @@ def build(config: Config) -> tuple[ASGIApp, Callable[[], None], Callable[[], Non
     endpoints = (*ENDPOINTS, openapi.endpoint_of(ENDPOINTS), *reference_page.endpoints_of(ENDPOINTS), *PAGES)
     usage = UsageFile(usage_path(config))
     limiter = Limiter(usage, now_ns=time.monotonic_ns, unix_s=time.time, connections=config.limits.max_connections)
-    routes = [endpoint.route(config, daemon, limiter) for endpoint in endpoints]
+    large_work = LargeWork(anyio.Lock(), anyio.sleep)
+    routes = [endpoint.route(config, daemon, limiter, large_work) for endpoint in endpoints]
     tenants = CurrentTenants(config.http.keys)
     if tenants.now() is None:
         log.info(NO_KEYS)
-    large_work = LargeWork(anyio.Lock(), anyio.sleep)
     batches = BatchService.of(config, in_batches(), tenants, limiter, large_work)
     leaving = Leaving(daemon.peers, daemon.connect, config.limits.drain_notice_s)
     app = Starlette(
@@ -125,7 +127,6 @@ def build(config: Config) -> tuple[ASGIApp, Callable[[], None], Callable[[], Non
         refuse=_refuse,
         bodies=BodyLimits(config.http.max_body_bytes, config.limits.frame_timeout_s, "http_max_body_bytes"),
         other_bodies=_other_bodies(config, endpoints),
-        large_work=large_work,
         drain_notice_s=config.limits.drain_notice_s,
     )
 
@@ -181,7 +182,10 @@ Requests of pages that ``http_origins`` allows are not concerned: they use CORS.
 
 
 class ResponseHeaders:
-    """Gives each request an id, the client's if it sends one, and says it in the response, next to ``FOR_BROWSERS``."""
+    """Begins each request: gives it a ``RequestState``, and an id, the client's if it sends one.
+
+    Says the id in the response, next to ``FOR_BROWSERS``.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -193,7 +197,9 @@ class ResponseHeaders:
             return
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
-        scope.setdefault("state", {}).update(request_id=request_id, send=send)
+        record = RequestRecord(request_id, scope["method"], scope["headers"])
+        is_overloaded = scope.get("state", {}).get(IS_OVERLOADED, False)
+        RequestState(record, send, is_overloaded).attach(scope)
 
         def add(headers: MutableHeaders) -> None:
             headers["x-request-id"] = headers["request-id"] = request_id
@@ -237,8 +243,9 @@ def _error(request: Request, error: HttpError) -> Response:
 
 def _refuse(error: HttpError, scope: Scope) -> Response:
     """The response for an error that no endpoint has raised, in the form of the path's dialect."""
-    scope["state"]["record"].error_code = error.code
-    return _dialect_of(scope).refuse(error, scope["state"]["request_id"])
+    record = RequestState.of(scope).record
+    record.error_code = error.code
+    return _dialect_of(scope).refuse(error, record.request_id)
 
 
 def _dialect_of(scope: Scope) -> Dialect:

@@ -33,7 +33,7 @@ from uma_trio.gateway.errors import NO_DAEMON, HttpError, from_client_error
 from uma_trio.gateway.peers.messages import Session
 from uma_trio.gateway.peers.moving import Peers
 from uma_trio.gateway.picture_urls import PictureUrls
-from uma_trio.gateway.request_logger import RequestRecord
+from uma_trio.gateway.request_record import RequestRecord
 from uma_trio.gateway.transport import ConnectionPool
 from uma_trio.gateway.unattended import Unattended
 

@@ -31,8 +31,8 @@ from uma_trio.gateway.errors import FieldNames, HttpError, field_renamer, invali
 from uma_trio.gateway.guard import check_admin, check_owner, is_unknown
 from uma_trio.gateway.limits import Limiter
 from uma_trio.gateway.media import media_of
-from uma_trio.gateway.request_logger import RequestRecord
-from uma_trio.gateway.tenants import Tenant
+from uma_trio.gateway.request_record import RequestRecord
+from uma_trio.gateway.request_state import RequestState
 from uma_trio.processes.large_work import LargeWork
 from uma_trio.protocol.field_errors import MAX_NAMED, did_you_mean, explain
 
@@ -170,14 +170,15 @@ class Endpoint:
         """The endpoint of this path that a request with these headers means."""
         return next((other for other in self.others if other.dialect.header in headers), self)
 
-    def route(self, config: Config, daemon: Daemon, limiter: Limiter) -> Route:
+    def route(self, config: Config, daemon: Daemon, limiter: Limiter, large_work: LargeWork) -> Route:
         """The route of Starlette."""
 
         async def serve(request: Request) -> Response:
             endpoint = self.chosen_by(request.headers)
-            tenant: Tenant | None = request.scope["state"]["tenant"]
+            state = RequestState.of(request.scope)
+            tenant = state.tenant
             account = None if tenant is None else Account(tenant, limiter, config.limits.default_max_tokens)
-            call = Call(endpoint, request, config, daemon.charging(account, request.scope["state"]["record"]))
+            call = Call(endpoint, request, state, config, daemon.charging(account, state.record), large_work)
             try:
                 if endpoint.needs_admin:
                     check_admin(request.scope)
@@ -224,14 +225,16 @@ class Call:
 
     endpoint: Endpoint
     request: Request
+    state: RequestState
     config: Config
     daemon: Daemon
+    large_work: LargeWork
+    """Runs work that takes the event loop for a while; shared by all requests."""
 
     @property
     def id(self) -> str:
         """Identifies the request in headers, logs and errors, and towards the daemon."""
-        found: str = self.request.scope["state"]["request_id"]
-        return found
+        return self.state.record.request_id
 
     @property
     def is_unknown(self) -> bool:
@@ -241,8 +244,7 @@ class Call:
     @property
     def is_draining(self) -> bool:
         """Whether the daemon stops."""
-        found: bool = self.request.scope["state"]["is_draining"]
-        return found
+        return self.state.is_draining
 
     @property
     def dialect(self) -> Dialect:
@@ -252,18 +254,11 @@ class Call:
     @property
     def record(self) -> RequestRecord:
         """What logs and traces will say of the request."""
-        found: RequestRecord = self.request.scope["state"]["record"]
-        return found
-
-    @property
-    def large_work(self) -> LargeWork:
-        """Runs work that takes the event loop for a while."""
-        found: LargeWork = self.request.scope["state"]["large_work"]
-        return found
+        return self.state.record
 
     def part(self) -> AbstractAsyncContextManager[None]:
         """Do work that grows with the body inside of this, without waiting: large bodies take turns."""
-        return self.large_work.part() if self.request.scope["state"]["is_large"] else nullcontext()
+        return self.large_work.part() if self.state.is_large else nullcontext()
 
     async def read(self, cls: type[T]) -> tuple[T, list[str]]:
         """The body, and a warning for each of its fields that this gateway does not know.
@@ -308,7 +303,7 @@ class Call:
             raise invalid("the body must be a JSON object")
         if len(fields) > MAX_FIELDS:
             raise invalid(f"the body has {len(fields):,} fields; it may have {MAX_FIELDS:,}")
-        self.request.scope["state"]["given"] = frozenset(fields)
+        self.state.given = frozenset(fields)
         if self.config.http.any_model and isinstance(fields.get("model"), str):
             try:
                 await self.daemon.model(fields["model"])
@@ -411,7 +406,7 @@ class Call:
     def refuse(self, error: HttpError) -> Response:
         """The response for an error, in the dialect's form."""
         self.record.error_code = error.code
-        given: frozenset[str] = self.request.scope["state"].get("given", frozenset())
+        given = self.state.given
         names: dict[str, str | Sequence[str]] = {**self.dialect.field_names, **self.endpoint.field_names}
         for place, part in media_of(self.record.fields.get("messages")):
             names |= {place: part.parameter, f"{place}.data": part.parameter}

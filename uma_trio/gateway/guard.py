@@ -1,15 +1,7 @@
 """What every HTTP request has to pass before an endpoint sees it: host, origin, key and size.
 
 The guard is an ASGI application around the others.  It reads the whole body, within bounds of size and time, after the
-checks that need no body, and hands it on in one piece.  In ``scope["state"]`` are then:
-
-==================  =================================================================================================
-``body``            from which an endpoint for files reads the body itself
-``tenant``          who sent the request; ``None`` if the gateway has no tenants, or if the path needs no key
-``n_tenants``       how many tenants there are; ``None`` without a file of tenants
-``is_draining``     whether the daemon stops
-``is_large``        whether work on the body takes turns, with ``large_work``
-==================  =================================================================================================
+checks that need no body, and hands it on in one piece.  What it finds out is in ``RequestState``.
 """
 
 from __future__ import annotations
@@ -21,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Final
 
-import anyio
 import attrs
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
@@ -43,8 +34,9 @@ from uma_trio.gateway.errors import (
 from uma_trio.gateway.key_file import CurrentTenants
 from uma_trio.gateway.limits import Limiter, WrongKeys
 from uma_trio.gateway.origins import ANY, Origins, is_loopback
+from uma_trio.gateway.request_state import RequestState
 from uma_trio.gateway.tenants import Tenant
-from uma_trio.processes.large_work import LARGE_BYTES, LargeWork
+from uma_trio.processes.large_work import LARGE_BYTES
 
 
 class HeaderName(bytes):
@@ -103,8 +95,6 @@ class Guard:
     refuses_at: float = attrs.field(default=math.inf, init=False)
     """From when on every request but those of ``open_paths`` is refused, on ``now``'s clock."""
     now: Callable[[], float] = time.monotonic
-    large_work: LargeWork = attrs.field(factory=lambda: LargeWork(anyio.Lock(), anyio.sleep))
-    """Shared by all requests."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -114,16 +104,14 @@ class Guard:
             return
         headers = Headers(scope=scope)
         origin = headers.get("origin")
-        state = scope.setdefault("state", {})
-        state["tenant"] = None
-        state["n_tenants"] = None
-        state["is_draining"] = self.is_draining
-        if self.is_draining:
+        state = RequestState.of(scope)
+        state.is_draining = self.is_draining
+        if state.is_draining:
             send = with_headers(send, _close)
         bodies = self.other_bodies.get((scope["method"], path_of(scope)), self.bodies)
-        body = state["body"] = Body(bodies, headers, receive)
+        body = state.body = Body(bodies, headers, receive)
         try:
-            self._check_load(scope)
+            self._check_load(scope, state)
             _check_headers(scope)
             self._check_host(headers)
             if origin is not None and scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
@@ -132,7 +120,7 @@ class Guard:
             self._check_origin(headers, scope)
             if origin is not None:
                 send = with_headers(send, partial(_allow, origin))
-            tenant = state["tenant"] = self._tenant_of(headers, scope)
+            tenant = state.tenant = self._tenant_of(headers, scope, state)
             if tenant is not None:
                 send = with_headers(send, partial(self._add_rates, tenant))
             content = b"" if bodies.are_streamed else await body.read()
@@ -145,7 +133,7 @@ class Guard:
             await response(scope, receive, send)
             return
         if content is not None:
-            state["is_large"], state["large_work"] = len(content) > LARGE_BYTES, self.large_work
+            state.is_large = len(content) > LARGE_BYTES
             await self.app(scope, receive if bodies.are_streamed else replay(content, receive), send)
 
     @property
@@ -157,10 +145,10 @@ class Guard:
         """The daemon stops: say so from now on, and refuse new requests after the notice.  Those that run go on."""
         self.refuses_at = min(self.refuses_at, self.now() + self.drain_notice_s)
 
-    def _check_load(self, scope: Scope) -> None:
+    def _check_load(self, scope: Scope, state: RequestState) -> None:
         if self.refuses_at <= self.now() and path_of(scope) not in self.open_paths:
             raise draining()
-        if scope["state"].get("is_overloaded") and path_of(scope) not in self.open_paths:
+        if state.is_overloaded and path_of(scope) not in self.open_paths:
             message = f"too many requests are in flight (http_max_connections); {try_again_in(OVERLOADED_RETRY_MS)}"
             raise HttpError(TooManyConnections, message, retry_after_ms=OVERLOADED_RETRY_MS)
 
@@ -187,7 +175,7 @@ class Guard:
 
     # -- who --
 
-    def _tenant_of(self, headers: Headers, scope: Scope) -> Tenant | None:
+    def _tenant_of(self, headers: Headers, scope: Scope, state: RequestState) -> Tenant | None:
         """Find who sent the request.
 
         Raises:
@@ -200,7 +188,7 @@ class Guard:
         sender = next((tenant for tenant in map(tenants.find, keys) if tenant is not None), None)
         if sender is None and path_of(scope) not in self.open_paths:
             raise self._refused_key(scope) if keys else HttpError(NO_KEY, KEY_MISSING)
-        scope["state"]["n_tenants"] = len(tenants.by_name)
+        state.n_tenants = len(tenants.by_name)
         return sender
 
     def _refused_key(self, scope: Scope) -> HttpError:
@@ -281,21 +269,21 @@ def _network(scope: Scope) -> str:
 def is_admin(scope: Scope) -> bool:
     """Whether a request that has passed the guard comes from an administrator: by its key, or if there are no keys, from
     this machine."""
-    tenant: Tenant | None = scope["state"]["tenant"]
-    if scope["state"]["n_tenants"] is not None:
-        return tenant is not None and tenant.admin
+    state = RequestState.of(scope)
+    if state.n_tenants is not None:
+        return state.tenant is not None and state.tenant.admin
     client = scope.get("client")
     return client is not None and is_loopback(client[0])
 
 
 def is_only_user(scope: Scope) -> bool:
     """Whether a request comes from an administrator, and the gateway has no other tenant."""
-    return is_admin(scope) and scope["state"]["n_tenants"] in (None, 1)
+    return is_admin(scope) and RequestState.of(scope).n_tenants in (None, 1)
 
 
 def is_unknown(scope: Scope) -> bool:
     """Whether a request comes from another machine, and without a key because the gateway has no tenants."""
-    return scope["state"]["n_tenants"] is None and not is_admin(scope)
+    return RequestState.of(scope).n_tenants is None and not is_admin(scope)
 
 
 def check_owner(scope: Scope) -> None:

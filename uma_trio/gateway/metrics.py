@@ -154,7 +154,7 @@ async def metrics(call: Call) -> Response:
         snapshot = await call.daemon.metrics()
     except HttpError:
         snapshot = None
-    tenant = call.request.scope["state"].get("tenant")
+    tenant = call.state.tenant
     compat = call.config.http.metrics_compat
     own: HttpMetrics = call.request.app.state.http_metrics
     found = AllMetrics(snapshot, own.registry, compat=compat, principals=tenant is None or tenant.admin)

@@ -19,6 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from uma_trio.config import Config
 from uma_trio.gateway.application import build
+from uma_trio.gateway.request_state import IS_OVERLOADED
 from uma_trio.processes import parent_process
 
 
@@ -89,7 +90,7 @@ TOO_SLOW: Final = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnect
 class BoundedHttp(HttpToolsProtocol):
     """Closes connections whose headers are too large or too slow, and ignores headers that come after a body.
 
-    Requests beyond ``limit_concurrency`` at a time have ``is_overloaded`` in their state, so that the application can refuse
+    Requests beyond ``limit_concurrency`` at a time have ``IS_OVERLOADED`` in their state, so that the application can refuse
     them in its own words, where uvicorn would answer with a plain text.  Beyond twice as many connections, each new one
     closes the one that has waited longest for a request, so connections without requests keep nobody out.
     """
@@ -151,7 +152,7 @@ class BoundedHttp(HttpToolsProtocol):
         """See ``httptools``."""
         self._in_head = False
         self._stop_timer()
-        self.scope["state"]["is_overloaded"] = len(self.connections) > self._max_connections <= self._n_busy
+        self.scope["state"][IS_OVERLOADED] = len(self.connections) > self._max_connections <= self._n_busy
         super().on_headers_complete()
 
     def on_response_complete(self) -> None:

@@ -6,65 +6,24 @@ Endpoints add what only they know to the request's ``RequestRecord``.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
-from typing import Any, Final, Protocol
+from collections.abc import Mapping
+from typing import Final, Protocol
 
-import attrs
 import prometheus_client
 import structlog
 from prometheus_client import CollectorRegistry, ProcessCollector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from uma_trio.gateway.tenants import Tenant
-from uma_trio.protocol.events import Eos
+from uma_trio.gateway.request_record import NO_ROUTE, RequestRecord
+from uma_trio.gateway.request_state import RequestState
 
 log = structlog.get_logger("uma_trio.gateway")
 access_log = structlog.get_logger("uma_trio.gateway.access")
 
 STREAMS: Final = (b"text/event-stream", b"application/x-ndjson")
 
-NO_ROUTE: Final = "other"
-"""Route of requests that no endpoint answers: paths come from outside."""
-
-CLIENT_LEFT: Final = 499
-
 SECONDS: Final = (0.01, 0.05, 0.2, 0.5, 1.0, 2.0, 5.0, 20.0, 60.0, 300.0)
 """Upper bounds of the gateway's buckets.  They are coarse, because each route has its own; the daemon's are fine."""
-
-
-@attrs.frozen
-class EndOfAnswer:
-    """The last event of an answer, and when it came."""
-
-    event: Eos
-    at_ns: int
-
-
-@attrs.define
-class RequestRecord:
-    """What is known of one HTTP request."""
-
-    request_id: str
-    method: str
-    headers: list[tuple[bytes, bytes]]
-    began_ns: int = attrs.field(factory=time.time_ns)
-    ended_ns: int = 0
-    route: str = NO_ROUTE
-    dialect: str = ""
-    tenant: str | None = None
-    status: int = CLIENT_LEFT
-    is_stream: bool = False
-    fields: Mapping[str, Any] = attrs.field(factory=dict)
-    """The request to the daemon, if there was one."""
-    ends: list[EndOfAnswer] = attrs.field(factory=list)
-    error_code: str | None = None
-    """Why it was refused."""
-
-    def note(self, events: Iterable[object]) -> None:
-        """Keep the last events of answers."""
-        for event in events:
-            if type(event) is Eos:
-                self.ends.append(EndOfAnswer(event, time.time_ns()))
 
 
 class HttpMetrics:
@@ -136,9 +95,8 @@ class RequestLogger:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        state = scope.setdefault("state", {})
-        seen = RequestRecord(state["request_id"], scope["method"], scope["headers"])
-        state["record"] = seen
+        state = RequestState.of(scope)
+        seen = state.record
         began = time.perf_counter()
         started: float | None = None
 
@@ -163,8 +121,7 @@ class RequestLogger:
             route = scope.get("route")
             seen.route = NO_ROUTE if route is None else route.path
             seen.dialect = self._dialects.get((seen.method, seen.route), "")
-            tenant: Tenant | None = state.get("tenant")
-            seen.tenant = None if tenant is None else tenant.name
+            seen.tenant = None if state.tenant is None else state.tenant.name
             self._end(seen, began, started)
 
     def _end(self, seen: RequestRecord, began: float, started: float | None) -> None:

@@ -19,7 +19,7 @@ from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 import uma_trio
-from uma_trio.gateway.request_logger import EndOfAnswer, RequestRecord
+from uma_trio.gateway.request_record import EndOfAnswer, RequestRecord
 from uma_trio.protocol.parameters import ROWS
 
 NAME: Final = "uma-trio"

@@ -31,11 +31,10 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 async def with_body(call: Call, answer: Callable[[Call, Body], Awaitable[Response]]) -> Response:
     """The answer to a request whose body ``answer`` reads in parts.  What is left of one that is refused is discarded."""
-    body: Body = call.request.scope["state"]["body"]
     try:
-        return await answer(call, body)
+        return await answer(call, call.state.body)
     except HttpError as error:
-        return Refusal(call.refuse(error), body)
+        return Refusal(call.refuse(error), call.state.body)
 
 
 class Arriving:

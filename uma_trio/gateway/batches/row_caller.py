@@ -11,6 +11,7 @@ import attrs
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Message
 
 from uma_trio.config import Config
 from uma_trio.errors import InvalidJson, ShuttingDown, TooManyValues
@@ -21,7 +22,9 @@ from uma_trio.gateway.charging import Account
 from uma_trio.gateway.daemon_client import Daemon
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import LOADING, NO_DAEMON, AnyKind, HttpError, internal_error, invalid, json_refusal
-from uma_trio.gateway.request_logger import RequestRecord, log
+from uma_trio.gateway.request_logger import log
+from uma_trio.gateway.request_record import RequestRecord
+from uma_trio.gateway.request_state import RequestState
 from uma_trio.processes.large_work import LARGE_BYTES, LargeWork
 from uma_trio.protocol.json_cost import JsonCost
 
@@ -70,15 +73,10 @@ class RowCaller:
         """
         request_id = f"req-{secrets.token_hex(12)}"
         body = bytes(row.body)
-        state = {
-            "tenant": None if account is None else account.tenant,
-            "n_tenants": None if account is None else 1,
-            "is_draining": False,
-            "request_id": request_id,
-            "record": (record := RequestRecord(request_id, row.method, [])),
-            "is_large": len(body) > LARGE_BYTES,
-            "large_work": self.large_work,
-        }
+        record = RequestRecord(request_id, row.method, [])
+        state = RequestState(record, _never_sends, is_large=len(body) > LARGE_BYTES)
+        if account is not None:
+            state.tenant, state.n_tenants = account.tenant, 1
         scope: dict[str, Any] = {
             "type": "http",
             "method": row.method,
@@ -86,11 +84,12 @@ class RowCaller:
             "query_string": b"",
             "headers": [],
             "client": THIS_MACHINE if is_local else None,
-            "state": state,
         }
+        state.attach(scope)
         request = Request(scope, _never)
         request._body = body  # as Starlette keeps it when it has read it
-        call = Call(self.endpoints[row.url], request, self.config, self.daemon.charging(account))
+        daemon = self.daemon.charging(account, record)
+        call = Call(self.endpoints[row.url], request, state, self.config, daemon, self.large_work)
         later: Later | None = None
         try:
             async with call.part():
@@ -132,3 +131,7 @@ async def _never() -> NoReturn:
     """Nobody leaves, because nobody waits."""
     await anyio.sleep_forever()
     raise AssertionError
+
+
+async def _never_sends(_: Message) -> NoReturn:
+    raise AssertionError("the answer of a row is kept, not sent")
