@@ -237,7 +237,7 @@ class StreamedAnswer(Response, Generic[Item]):
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(stream)
-            await self._keep_alive(receive, send)
+            await self._until_client_leaves(receive, send)
             tasks.cancel_scope.cancel()
         for refusal in refusals:
             await refusal(scope, receive, send)
@@ -270,8 +270,8 @@ class StreamedAnswer(Response, Generic[Item]):
         if data:
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
-    async def _keep_alive(self, receive: Receive, send: Send) -> None:
-        """Send comments while there is nothing else to send, until the client leaves."""
+    async def _until_client_leaves(self, receive: Receive, send: Send) -> None:
+        """Return when the client leaves.  Sends comments while there is nothing else to send."""
         frame, self._written_at = self._renderer.keep_alive_frame, anyio.current_time()
         while True:
             due_at = self._written_at + self._keep_alive_s if frame else math.inf

@@ -137,43 +137,34 @@ class Daemon:
     ) -> AsyncIterator[tuple[Client, Mapping[str, Any], Charge]]:
         """A connection for a request, the request as it is to be sent, and what it costs.
 
+        The request gets the ``slo`` of batches, its tenant (``begin_charge``), and the files of its pictures.  It loses a
+        session that cannot be had, if it has the whole conversation.
+
         Args:
-            is_pooled: see ``connect``.  The session of a peer has a new connection, which the daemon must see closed.
+            is_pooled: as for ``connect``.
 
         Raises:
-            HttpError: a limit of the tenant refuses it, or as ``_connect_for``.
+            HttpError: a limit of the tenant refuses it, a picture cannot be fetched, the daemon cannot be reached, or the
+                session cannot be had now.
         """
         if self.slo is not None:
             fields = {**fields, "slo": self.slo}
         with begin_charge(self.account, fields, is_streamed=is_streamed) as charge:
-            async with self._connect_for(charge.fields, is_pooled) as (client, request):
+            request = await self.pictures.fetch(charge.fields)
+            session = Session.of(request)
+            if self.peers is not None and session is not None:
+                async with self.connect() as client:  # a new one, which the daemon must see closed
+                    try:
+                        await self.peers.bring(client, session)
+                    except HttpError:
+                        if request.get("history") != "replace":
+                            raise
+                    else:
+                        yield client, request, charge
+                        return
+                request = {name: value for name, value in request.items() if name not in ("session_id", "history")}
+            async with self.connect(is_pooled=is_pooled) as client:
                 yield client, request, charge
-
-    @contextlib.asynccontextmanager
-    async def _connect_for(
-        self, fields: Mapping[str, Any], is_pooled: bool
-    ) -> AsyncIterator[tuple[Client, Mapping[str, Any]]]:
-        """A connection for a request, and the request with its pictures.  Its session is here if a peer had it.  The request
-        is without its session if that cannot be had and the request has the whole conversation.
-
-        Raises:
-            HttpError: a picture cannot be fetched, the daemon cannot be reached, or the session cannot be had now.
-        """
-        fields = await self.pictures.fetch(fields)
-        session = Session.of(fields)
-        if self.peers is not None and session is not None:
-            async with self.connect() as client:
-                try:
-                    await self.peers.bring(client, session)
-                except HttpError:
-                    if fields.get("history") != "replace":
-                        raise
-                else:
-                    yield client, fields
-                    return
-            fields = {name: value for name, value in fields.items() if name not in ("session_id", "history")}
-        async with self.connect(is_pooled=is_pooled) as client:
-            yield client, fields
 
     async def generate(self, fields: Mapping[str, Any]) -> AsyncIterator[list[Event]]:
         """Send a request and yield its events, those together that have arrived together.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from uma_trio.gateway.answer import NDJSON
+from uma_trio.gateway.answer import NDJSON, Rendered, Renderer, json_line
 from uma_trio.gateway.dialects.common.fields import names_of
 from uma_trio.gateway.dialects.common.tools import TOOL_NAMES
 from uma_trio.gateway.endpoint import Call, Dialect
-from uma_trio.gateway.errors import invalid
+from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.protocol.answers import ModelDescription
 
 LATEST: Final = ":latest"
@@ -36,6 +36,20 @@ OLLAMA: Final = Dialect(
         "/api/push": "models are not uploaded; /openapi.json lists the paths",
     },
 )
+
+
+class LineRenderer(Renderer[Rendered]):
+    """Writes lines of JSON.  Clients parse every line, so there is nothing that keeps a connection alive."""
+
+    media_type = NDJSON
+    keep_alive_frame = b""
+
+    def __init__(self, request_id: str) -> None:
+        self._request_id = request_id
+
+    def fail(self, error: HttpError) -> bytes:
+        """An error in the middle of the stream."""
+        return json_line(OLLAMA.error_body(error, self._request_id))
 
 
 def model_name(name: str | None) -> str | None:

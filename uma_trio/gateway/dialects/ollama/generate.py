@@ -11,11 +11,11 @@ from msgspec import UNSET, Meta, UnsetType
 from starlette.responses import Response
 
 from uma_trio.client import Eos, Event, Reasoning, Token
-from uma_trio.gateway.answer import NDJSON, AnswerRenderer, json_line, json_response
+from uma_trio.gateway.answer import AnswerRenderer, json_line, json_response
 from uma_trio.gateway.dialects.common.conversation import continues, conversation_fields
 from uma_trio.gateway.dialects.common.shapes import iso_time, logprobs_of, probabilities
 from uma_trio.gateway.dialects.common.tools import Tool, offered_tools
-from uma_trio.gateway.dialects.ollama.dialect import OLLAMA, find_model, model_name, ollama_name
+from uma_trio.gateway.dialects.ollama.dialect import OLLAMA, LineRenderer, find_model, model_name, ollama_name
 from uma_trio.gateway.dialects.ollama.messages import (
     Images,
     KeepAlive,
@@ -27,7 +27,7 @@ from uma_trio.gateway.dialects.ollama.messages import (
 )
 from uma_trio.gateway.dialects.ollama.shapes import AnswerMessage, ChatAnswer, Generated
 from uma_trio.gateway.endpoint import Call
-from uma_trio.gateway.errors import HttpError, invalid
+from uma_trio.gateway.errors import invalid
 from uma_trio.gateway.guard import is_only_user
 from uma_trio.protocol.chat import MAX_MESSAGES, MAX_TOOLS
 
@@ -161,19 +161,16 @@ def _generated_line(text: str, thinking: Text = UNSET, _: Calls = UNSET, **field
     return Generated(response=text, thinking=thinking, **fields)
 
 
-class Lines(AnswerRenderer):
-    """Writes an answer as lines of JSON.  Clients parse every line, so there is nothing that keeps a connection alive."""
-
-    media_type = NDJSON
-    keep_alive_frame = b""
+class Lines(LineRenderer[Event], AnswerRenderer):
+    """Writes an answer as lines of JSON."""
 
     def __init__(
         self, model: str, line: Line, warnings: list[str], request_id: str, *, has_thinking: bool = True
     ) -> None:
+        super().__init__(request_id)
         self._model = model
         self._line = line
         self._warnings = warnings
-        self._request_id = request_id
         self._has_thinking = has_thinking
 
     def render(self, event: Event) -> bytes:
@@ -214,10 +211,6 @@ class Lines(AnswerRenderer):
             warnings=self._warnings or UNSET,
             **durations(eos),
         )
-
-    def fail(self, error: HttpError) -> bytes:
-        """An error in the middle of the stream."""
-        return json_line(OLLAMA.error_body(error, self._request_id))
 
 
 def durations(eos: Eos) -> dict[str, Any]:

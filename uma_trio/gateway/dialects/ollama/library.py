@@ -21,9 +21,9 @@ from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
 from uma_trio.errors import ModelNotFound
-from uma_trio.gateway.answer import NDJSON, Renderer, encode, json_line, json_response
+from uma_trio.gateway.answer import NDJSON, encode, json_line, json_response
 from uma_trio.gateway.dialects.common.shapes import Warned
-from uma_trio.gateway.dialects.ollama.dialect import OLLAMA, require_name
+from uma_trio.gateway.dialects.ollama.dialect import OLLAMA, LineRenderer, require_name
 from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import INVALID_MODEL, MODEL_IN_USE, AnyKind, HttpError, internal_error, invalid
 from uma_trio.gateway.request_logger import log
@@ -197,17 +197,14 @@ async def _all(lines: AsyncIterator[list[Mapping[str, Any]]]) -> None:
             """Progress, for which nobody waits."""
 
 
-class _Lines(Renderer[Mapping[str, Any]]):
+class _Lines(LineRenderer[Mapping[str, Any]]):
     """Writes the progress of a download as Ollama does.
 
     The digest of a file says which one it is.  It is not the hash of its content, which is known at the end.
     """
 
-    media_type = NDJSON
-    keep_alive_frame = b""
-
     def __init__(self, request_id: str, model: str) -> None:
-        self._request_id = request_id
+        super().__init__(request_id)
         self._model = model
 
     def begin(self) -> bytes:
@@ -221,10 +218,6 @@ class _Lines(Renderer[Mapping[str, Any]]):
         digest = hashlib.sha256(f"{self._model} {event['number']}".encode()).hexdigest()
         sizes = {name: event[name] for name in ("total", "completed") if event[name] is not None}
         return _line(status=f"pulling {digest[:12]}", digest=f"sha256:{digest}", **sizes)
-
-    def fail(self, error: HttpError) -> bytes:
-        """An error after the download has begun."""
-        return json_line(OLLAMA.error_body(error, self._request_id))
 
     def end(self) -> bytes:
         """The file has been compared with its hash, and installed."""

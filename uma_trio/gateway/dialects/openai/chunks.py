@@ -10,8 +10,8 @@ import attrs
 from msgspec import UNSET
 
 from uma_trio.client import Eos, Event, PrefillProgress, Reasoning, Token, ToolCallDelta
-from uma_trio.gateway.answer import PLACE, AnswerRenderer, PreparedEvent, sse
-from uma_trio.gateway.dialects.openai.dialect import error_body
+from uma_trio.gateway.answer import PLACE, PreparedEvent, sse
+from uma_trio.gateway.dialects.openai.dialect import OpenAIRenderer
 from uma_trio.gateway.dialects.openai.extras import Extras
 from uma_trio.gateway.dialects.openai.shapes import (
     ChatChunk,
@@ -21,7 +21,6 @@ from uma_trio.gateway.dialects.openai.shapes import (
     PromptDetails,
     Usage,
 )
-from uma_trio.gateway.errors import HttpError
 from uma_trio.protocol.messages import to_fields
 
 FINISH_REASONS: Final = {"cancelled": "stop", "error": "stop"}
@@ -55,7 +54,7 @@ def finish_reason(eos: Eos) -> str:
     return FINISH_REASONS.get(eos.reason, eos.reason)
 
 
-class Chunks(AnswerRenderer):
+class Chunks(OpenAIRenderer):
     """Writes completions.
 
     Args:
@@ -72,8 +71,8 @@ class Chunks(AnswerRenderer):
     def __init__(
         self, head: dict[str, Any], request_id: str, extras: Extras, *, n: int, has_usage: bool, warnings: list[str]
     ) -> None:
+        super().__init__(request_id)
         self._head = head
-        self._request_id = request_id
         self._extras = extras
         self._n = n
         self._usage = {"usage": None} if has_usage else {}
@@ -110,10 +109,6 @@ class Chunks(AnswerRenderer):
                 self._ends.append(event)
                 return sse(self._chunk([self.choice(event)], {} if self._usage else self._extras.at_end([event])))
         return b""
-
-    def fail(self, error: HttpError) -> bytes:
-        """An error in the middle of the stream."""
-        return sse(error_body(error, self._request_id))
 
     def end(self) -> bytes:
         """The usage, if it is wanted, and the mark of the end."""

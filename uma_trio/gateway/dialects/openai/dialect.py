@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from uma_trio.errors import BadRequest, ContextTooSmall, MaxTokensTooLarge, ModelNotFound, PromptTooLarge
+from uma_trio.gateway.answer import AnswerRenderer, sse
 from uma_trio.gateway.dialects.common.fields import names_of
 from uma_trio.gateway.dialects.openai.constraints import CONSTRAINT_NAMES
 from uma_trio.gateway.endpoint import Dialect
@@ -75,3 +76,14 @@ FIELD_NAMES: Final = {
 """What fields of the socket protocol are called in requests of OpenAI's API, of vLLM and of llama-server."""
 
 OPENAI: Final = Dialect("openai", "OpenAI", error_body, FIELD_NAMES)
+
+
+class OpenAIRenderer(AnswerRenderer):
+    """Writes an answer whose errors have the form of OpenAI's API."""
+
+    def __init__(self, request_id: str) -> None:
+        self._request_id = request_id
+
+    def fail(self, error: HttpError) -> bytes:
+        """An error in the middle of the stream."""
+        return sse(error_body(error, self._request_id))

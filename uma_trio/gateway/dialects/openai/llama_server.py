@@ -13,10 +13,10 @@ from msgspec import Meta
 from starlette.responses import Response
 
 from uma_trio.client import Eos, Event, PrefillProgress, Token
-from uma_trio.gateway.answer import AnswerRenderer, json_response, sse
+from uma_trio.gateway.answer import json_response, sse
 from uma_trio.gateway.dialects.common.shapes import logprobs_of
 from uma_trio.gateway.dialects.openai.completions import MAX_PROMPTS
-from uma_trio.gateway.dialects.openai.dialect import OPENAI, error_body
+from uma_trio.gateway.dialects.openai.dialect import OPENAI, OpenAIRenderer
 from uma_trio.gateway.dialects.openai.extras import (
     Description,
     Extras,
@@ -29,7 +29,6 @@ from uma_trio.gateway.dialects.openai.prompts import Translation, is_several
 from uma_trio.gateway.dialects.openai.sampling import SamplingFields, adapters_of, session_fields
 from uma_trio.gateway.dialects.openai.shapes import LlamaAnswer, LoraAdapter, Props, SlotInfo
 from uma_trio.gateway.endpoint import Call
-from uma_trio.gateway.errors import HttpError
 from uma_trio.protocol.requests import MAX_INFILL_FILES
 
 
@@ -147,7 +146,7 @@ def _choose(body: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
     return chosen
 
 
-class LlamaEvents(AnswerRenderer):
+class LlamaEvents(OpenAIRenderer):
     """Writes answers as llama-server does: without names of events, and without a mark of the end.
 
     A token whose text is held back comes with the next text.
@@ -156,11 +155,11 @@ class LlamaEvents(AnswerRenderer):
     def __init__(
         self, description: Description, extras: Extras, request: LlamaFields, request_id: str, *, is_list: bool
     ) -> None:
+        super().__init__(request_id)
         self._description = description
         self._extras = extras
         self._request = request
         self._is_list = is_list
-        self._request_id = request_id
         self._held: dict[int, list[Token]] = {}
         self._has_new_line: set[int] = set()
 
@@ -176,10 +175,6 @@ class LlamaEvents(AnswerRenderer):
                 has_new_line = (event.index or 0) in self._has_new_line
                 return sse(self._description.of(event, "", [], has_new_line=has_new_line))
         return b""
-
-    def fail(self, error: HttpError) -> bytes:
-        """An error in the middle of the stream."""
-        return sse(error_body(error, self._request_id))
 
     def whole(self, ends: Sequence[Eos]) -> object:
         """One answer, or a list of them."""
