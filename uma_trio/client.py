@@ -42,7 +42,8 @@ import anyio
 import anyio.abc
 import attrs
 
-from uma_trio.connect import BrokenProtocol, ClientError, Connector, Loading, NoServer, SocketPath, connect_blocking
+from uma_trio.connect.connector import Connector, SocketPath, connect_blocking
+from uma_trio.connect.errors import BrokenProtocol, ClientError, Loading, NoDaemon
 from uma_trio.errors import ProtocolError
 from uma_trio.protocol.answer_tree import AnswerTree, ControlledAnswer
 from uma_trio.protocol.answers import (
@@ -121,7 +122,7 @@ __all__ = [
     "Loading",
     "Metrics",
     "ModelDescription",
-    "NoServer",
+    "NoDaemon",
     "PrefillProgress",
     "RankedDocument",
     "Ranking",
@@ -729,7 +730,7 @@ async def open_client(
 
     Raises:
         Loading: the daemon still loads its model.
-        NoServer: no daemon can be reached there.
+        NoDaemon: no daemon can be reached there.
     """
     connector = Connector(path, wait_s=wait_s, now=anyio.current_time(), on_loading=on_loading)
     while isinstance(found := connector.attempt(anyio.current_time()), float):  # noqa: ASYNC110 - a process starts
@@ -762,7 +763,7 @@ def ask(
     Raises:
         TypeError: a request has no such field.
         ValueError: ``prompt`` is empty.
-        NoServer: no daemon can be reached at the socket.
+        NoDaemon: no daemon can be reached at the socket.
         ServerError: the daemon answered with an error.
         BrokenProtocol: the connection ended before the answer.
     """

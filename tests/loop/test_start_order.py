@@ -18,7 +18,7 @@ from uma_trio.daemon.gateway_process import FIRST_STANDBY_S, Gateway
 
 SERVE = """
 import pathlib, sys
-from uma_trio.connect import is_locked
+from uma_trio.connect.reasons import is_locked
 from uma_trio.daemon.engines.process import EngineProcess
 
 def start():

@@ -19,7 +19,7 @@ from llama_abi.stamp import DIRECTORY_VARIABLE
 from tests.support.forked import UMA_TRIO, can_fork, run_forked
 from tests.support.real_daemon import ROOT, START_S, Daemon, Wire, started
 from uma_trio.cli.service_units import MARK, Service, Systemd
-from uma_trio.connect import is_locked
+from uma_trio.connect.reasons import is_locked
 from uma_trio.models.packaged import EMBEDDED
 
 VARIABLES = {"LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"}

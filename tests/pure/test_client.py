@@ -19,19 +19,19 @@ import pytest
 
 import uma_trio
 from tests.support.cases import all_cases
-from uma_trio import connect
 from uma_trio.client import (
     BrokenProtocol,
     Client,
     Eos,
     Event,
     Loading,
-    NoServer,
+    NoDaemon,
     ServerError,
     Token,
     UnknownEvent,
     open_client,
 )
+from uma_trio.connect import connector
 from uma_trio.protocol.address import lock_path
 from uma_trio.protocol.framing import FrameReader, frame
 
@@ -159,7 +159,7 @@ def test_leaving_closes_the_connection_also_by_cancellation(tmp_path: Path, run:
 
 
 def test_nobody_there_is_said(tmp_path: Path, run: Run) -> None:
-    with pytest.raises(NoServer, match=r"no daemon at .*none.sock; .*uma-trio serve"):
+    with pytest.raises(NoDaemon, match=r"no daemon at .*none.sock; .*uma-trio serve"):
         run(async_events(tmp_path / "none.sock", prompt="x"))
 
 
@@ -276,7 +276,7 @@ def test_ask_works_inside_a_running_loop(tmp_path: Path, backend: str) -> None:
 
 
 def test_errors_of_the_blocking_functions(tmp_path: Path) -> None:
-    with pytest.raises(NoServer):
+    with pytest.raises(NoDaemon):
         uma_trio.ask("x", socket=tmp_path / "none.sock")
     with pytest.raises(ValueError, match="one answer"):
         uma_trio.ask("x", n=2)
@@ -299,7 +299,7 @@ def test_ask_waits_while_the_daemon_loads(tmp_path: Path, monkeypatch: pytest.Mo
             assert not path.exists(), "there is nothing to wait for"
             stack.enter_context(server(tmp_path, EOS | {"text": "loaded"}))
 
-        monkeypatch.setattr(connect.time, "sleep", load)
+        monkeypatch.setattr(connector.time, "sleep", load)
         assert str(uma_trio.ask("x", socket=path)) == "loaded"
 
 

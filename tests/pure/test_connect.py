@@ -16,10 +16,12 @@ from click.testing import CliRunner
 
 import uma_trio
 from tests.support.cases import all_cases
-from uma_trio import config, connect
+from uma_trio import config
 from uma_trio.cli import COMMANDS, main
-from uma_trio.client import Loading, NoServer
-from uma_trio.connect import START_RETRY_S, Connector, explain
+from uma_trio.client import Loading, NoDaemon
+from uma_trio.connect import connector
+from uma_trio.connect.connector import START_RETRY_S, Connector
+from uma_trio.connect.reasons import explain
 from uma_trio.protocol.address import MAX_PATH_BYTES, default_socket_path, lock_path, socket_path
 
 
@@ -72,7 +74,7 @@ def test_every_command_finds_the_socket_by_the_same_rule_and_names_it(name: str,
 
 def test_the_python_client_and_the_server_have_the_same_rule(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UMA_SOCKET", str(path))
-    with pytest.raises(NoServer, match=f"no daemon at {path}"):
+    with pytest.raises(NoDaemon, match=f"no daemon at {path}"):
         uma_trio.ask("x")
     assert config.load(None, {"UMA_SOCKET": str(path)}).listen.socket == default_socket_path()
 
@@ -87,24 +89,24 @@ def test_a_given_path_comes_first_and_may_begin_with_a_tilde(monkeypatch: pytest
 
 
 def test_nobody_is_there(path: Path) -> None:
-    with pytest.raises(NoServer, match="uma-trio serve"):
+    with pytest.raises(NoDaemon, match="uma-trio serve"):
         attempt(path)
     refusing(path)
-    with pytest.raises(NoServer, match="only the socket of one that has ended"):
+    with pytest.raises(NoDaemon, match="only the socket of one that has ended"):
         attempt(path)
 
 
 def test_the_remedy_names_the_socket_unless_it_is_the_default(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(NoServer, match=rf"uma-trio serve --socket {path}$"):
+    with pytest.raises(NoDaemon, match=rf"uma-trio serve --socket {path}$"):
         attempt(path)
     monkeypatch.setenv("UMA_SOCKET", str(path))
-    with pytest.raises(NoServer, match=r"uma-trio serve$"):
+    with pytest.raises(NoDaemon, match=r"uma-trio serve$"):
         attempt(path)
 
 
 def test_an_old_lock_file_is_no_daemon(path: Path) -> None:
     lock_path(path).touch()
-    with pytest.raises(NoServer, match="no daemon at") as caught:
+    with pytest.raises(NoDaemon, match="no daemon at") as caught:
         attempt(path)
     assert not isinstance(caught.value, Loading)
 
@@ -121,7 +123,7 @@ def make_link(at: Path) -> None:
 def test_a_lock_file_that_no_daemon_makes_is_no_daemon(path: Path, make: Callable[[Path], None]) -> None:
     """Opening a FIFO for reading would wait for a writer."""
     make(lock_path(path))
-    with pytest.raises(NoServer, match="no daemon at") as caught:
+    with pytest.raises(NoDaemon, match="no daemon at") as caught:
         attempt(path)
     assert not isinstance(caught.value, Loading)
 
@@ -133,13 +135,13 @@ def test_the_daemon_loads(path: Path, locked: int) -> None:
 
 def test_the_daemon_is_stopping(path: Path, locked: int) -> None:
     refusing(path)
-    with pytest.raises(NoServer, match="is stopping and takes no new requests"):
+    with pytest.raises(NoDaemon, match="is stopping and takes no new requests"):
         attempt(path, wait_s=None)
 
 
 def test_a_file_that_is_no_socket(path: Path) -> None:
     path.touch()
-    with pytest.raises(NoServer, match=r"is not a socket, so no daemon is there; give the path of a daemon's socket$"):
+    with pytest.raises(NoDaemon, match=r"is not a socket, so no daemon is there; give the path of a daemon's socket$"):
         attempt(path)
 
 
@@ -157,13 +159,13 @@ def test_nothing_is_sent_to_another_user_at_the_default_path(
     path: Path, monkeypatch: pytest.MonkeyPatch, is_default: bool, owner: int, refused: bool
 ) -> None:
     if is_default:
-        monkeypatch.setattr(connect, "FALLBACK_PATH", os.fspath(path))
-    monkeypatch.setattr(connect, "user_id_of_peer", lambda _: os.geteuid() + 1 if owner else 0)
+        monkeypatch.setattr(connector, "FALLBACK_PATH", os.fspath(path))
+    monkeypatch.setattr(connector, "user_id_of_peer", lambda _: os.geteuid() + 1 if owner else 0)
     with closing(socket.socket(socket.AF_UNIX)) as listener:
         listener.bind(os.fspath(path))
         listener.listen()
         if refused:
-            with pytest.raises(NoServer, match="would read your request"):
+            with pytest.raises(NoDaemon, match="would read your request"):
                 attempt(path)
         else:
             found = attempt(path)
@@ -183,7 +185,7 @@ def test_the_command_line_leaves_the_socket_to_the_connection(name: str) -> None
 
 
 def test_a_path_that_is_too_long() -> None:
-    with pytest.raises(NoServer, match=f"at most {MAX_PATH_BYTES} bytes"):
+    with pytest.raises(NoDaemon, match=f"at most {MAX_PATH_BYTES} bytes"):
         attempt(Path("/" + "x" * MAX_PATH_BYTES))
 
 
@@ -196,7 +198,7 @@ def test_by_default_a_wait_lasts_as_long_as_the_daemon_loads(path: Path, locked:
     assert [connector.attempt(now) for now in (0, 1000, 2000)] == [START_RETRY_S] * 3
     assert noticed == [path]
     fcntl.flock(locked, fcntl.LOCK_UN)
-    with pytest.raises(NoServer, match="no daemon at"):
+    with pytest.raises(NoDaemon, match="no daemon at"):
         connector.attempt(3000)
 
 
@@ -221,11 +223,11 @@ def test_a_wait_ends_with_a_connection(path: Path, locked: int) -> None:
 def test_a_limited_wait_also_waits_for_a_daemon_to_start(path: Path) -> None:
     connector = Connector(path, wait_s=5, now=0)
     assert connector.attempt(4.9) == START_RETRY_S
-    with pytest.raises(NoServer):
+    with pytest.raises(NoDaemon):
         connector.attempt(5)
 
 
 def test_no_wait_for_what_a_daemon_would_not_change(path: Path) -> None:
     path.touch()
-    with pytest.raises(NoServer, match="is not a socket"):
+    with pytest.raises(NoDaemon, match="is not a socket"):
         attempt(path, wait_s=5)

@@ -10,7 +10,7 @@ import trio
 from tests.support.cases import all_cases
 from uma_trio.cli import metrics, metrics_all
 from uma_trio.cli.metrics_view import Sample, is_restart, per_second, rows, screen, table
-from uma_trio.client import ClientError, NoServer
+from uma_trio.client import ClientError, NoDaemon
 from uma_trio.telemetry.metrics import Telemetry
 
 
@@ -247,7 +247,7 @@ def test_several_daemons_and_their_sums():
 
 
 def test_a_watch_says_what_became_of_the_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = NoServer("nobody", "start it")
+    gone = NoDaemon("nobody", "start it")
     answers = [sample(), ClientError("it shuts down"), gone, gone, sample(1.0), sample(2.0, pid=2, uptime_s=0.0)]
 
     async def read(*_: object) -> Sample:

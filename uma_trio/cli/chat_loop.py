@@ -32,7 +32,7 @@ from uma_trio.client import (
     ClientError,
     Eos,
     ModelDescription,
-    NoServer,
+    NoDaemon,
     ServerError,
 )
 from uma_trio.files import read_text, replace_text
@@ -565,7 +565,7 @@ class Chat:
             if error.code in CHAT_HINTS:
                 note(CHAT_HINTS[error.code])
             return
-        gone = f"{error}" if isinstance(error, NoServer) else "the daemon went away; the conversation is as before"
+        gone = f"{error}" if isinstance(error, NoDaemon) else "the daemon went away; the conversation is as before"
         note(gone, colour="red")
 
     # -- queries --------------------------------------------------------------------------------

@@ -78,13 +78,13 @@ def reporting_errors(command: str, socket: str | None, *, daemon: str | None = N
     Args:
         daemon: its name; ``None``: that of its socket.
     """
-    from uma_trio.client import BrokenProtocol, ClientError, NoServer, ServerError
+    from uma_trio.client import BrokenProtocol, ClientError, NoDaemon, ServerError
     from uma_trio.protocol.address import socket_path
 
     where = daemon or f"the daemon at {socket_path(socket)}"
     try:
         yield
-    except NoServer as error:  # names the socket itself
+    except NoDaemon as error:  # names the socket itself
         report(f"uma-trio {command}: {error}")
         sys.exit(SERVER_ERROR)
     except ServerError as error:

@@ -172,7 +172,9 @@ def any_file(context: click.Context, parameter: click.Parameter, incomplete: str
 def session_name(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """A session of the running daemon, the most recently used first; nothing if none runs or it does not answer at once."""
     from uma_trio.cli.listed import STORED_RESPONSE
-    from uma_trio.connect import ClientError, is_locked, query
+    from uma_trio.connect.errors import ClientError
+    from uma_trio.connect.query import query
+    from uma_trio.connect.reasons import is_locked
     from uma_trio.protocol.address import socket_path
 
     levels: list[click.Context] = [context, *([context.parent] if context.parent is not None else [])]

@@ -185,14 +185,14 @@ class _Watch:
             ClientError: there was no daemon from the beginning.
         """
         from uma_trio.cli.metrics_view import is_restart
-        from uma_trio.client import BrokenProtocol, ClientError, NoServer
+        from uma_trio.client import BrokenProtocol, ClientError, NoDaemon
 
         try:
             sample = await _read(self._socket, self._model)
         except ClientError as error:
             if not self.samples:
                 raise
-            why = "the daemon is gone" if isinstance(error, NoServer | BrokenProtocol) else str(error)
+            why = "the daemon is gone" if isinstance(error, NoDaemon | BrokenProtocol) else str(error)
             if why != self._why_none:  # a daemon that shuts down says so, and then it is gone
                 self.notice = f"{_clock()} {why}; the figures are those of before"
             self._why_none = why

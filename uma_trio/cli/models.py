@@ -355,7 +355,8 @@ def _describe_served(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _manage(action: str, model: str, socket: Path | None) -> None:
-    from uma_trio.connect import ClientError, query
+    from uma_trio.connect.errors import ClientError
+    from uma_trio.connect.query import query
     from uma_trio.protocol.address import socket_path
 
     path = socket_path(socket)
@@ -380,7 +381,9 @@ def _served() -> list[str]:
 
 def _daemon_models() -> list[dict[str, Any]]:
     """The models of the daemon at the usual socket; none if none runs."""
-    from uma_trio.connect import ClientError, is_locked, query
+    from uma_trio.connect.errors import ClientError
+    from uma_trio.connect.query import query
+    from uma_trio.connect.reasons import is_locked
     from uma_trio.protocol.address import socket_path
 
     path = socket_path(None)

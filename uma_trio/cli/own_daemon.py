@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import IO, Final
 
 from uma_trio.cli.stdio import note
-from uma_trio.connect import OWN, ClientError, Loading, NoServer, connect_blocking, is_locked
+from uma_trio.connect.connector import connect_blocking
+from uma_trio.connect.errors import ClientError, Loading, NoDaemon
+from uma_trio.connect.reasons import RUN_YOUR_OWN, is_locked
 from uma_trio.files import state_folder
 from uma_trio.processes.interpreter import package_environment, python_module
 
@@ -45,7 +47,7 @@ def used(socket: Path, model: str, *, keep: bool, http: str | None) -> Iterator[
         Whether it was started now.
 
     Raises:
-        NoServer: no daemon can be there.
+        NoDaemon: no daemon can be there.
         NotStarted: it has ended; the message says why.
     """
     folder = state_folder()
@@ -54,7 +56,7 @@ def used(socket: Path, model: str, *, keep: bool, http: str | None) -> Iterator[
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = os.open(folder / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise NoServer(
+        raise NoDaemon(
             f"cannot write into {folder}: {error.strerror}", "make it writable, or set XDG_STATE_HOME to another folder"
         ) from None
     try:
@@ -103,7 +105,7 @@ class _Starter:
                     return self._process is not None
                 except Loading:
                     pass
-                except NoServer as error:
+                except NoDaemon as error:
                     self._start_or_fail(error, stack)
                 time.sleep(POLL_S)
 
@@ -112,10 +114,12 @@ class _Starter:
         if self._process is not None:
             self._process.terminate()
 
-    def _start_or_fail(self, error: NoServer, stack: contextlib.ExitStack) -> None:
-        if not error.may_come:
-            remedy = "use a socket of your own: uma-trio run --socket PATH" if error.remedy == OWN else error.remedy
-            raise NoServer(error.reason, remedy) from None
+    def _start_or_fail(self, error: NoDaemon, stack: contextlib.ExitStack) -> None:
+        if not error.may_appear:
+            remedy = (
+                "use a socket of your own: uma-trio run --socket PATH" if error.remedy == RUN_YOUR_OWN else error.remedy
+            )
+            raise NoDaemon(error.reason, remedy) from None
         if is_locked(self._socket):
             return  # it starts, or it ends
         if self._process is None:

@@ -38,7 +38,7 @@ def command(as_json: bool, socket: str | None) -> None:
 
     Exit codes: 0 success, 2 no daemon.
     """
-    from uma_trio.connect import query
+    from uma_trio.connect.query import query
     from uma_trio.protocol.address import socket_path
 
     path = socket_path(socket)

@@ -124,10 +124,10 @@ def _check_path(located: LocatedModel, socket: Path) -> None:
     """A daemon that runs takes no paths from clients, so it must serve this file already.
 
     Raises:
-        NoServer: it does not.
+        NoDaemon: it does not.
     """
     from uma_trio.cli.run_trio import run
-    from uma_trio.client import NoServer, ServerError, open_client
+    from uma_trio.client import NoDaemon, ServerError, open_client
 
     async def served() -> str | None:
         async with open_client(socket, wait_s=None) as client:
@@ -140,7 +140,7 @@ def _check_path(located: LocatedModel, socket: Path) -> None:
 
     path = run(served)
     if path is not None and (not path or Path(path) != located.path.resolve()):
-        raise NoServer(
+        raise NoDaemon(
             f"the daemon at {socket} does not serve {located.path}",
             f"start another one with: uma-trio run --socket PATH; or name the file with: uma-trio models alias NAME "
             f"{located.path}, and run NAME",

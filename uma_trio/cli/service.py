@@ -69,7 +69,7 @@ def install(flags: Sequence[str], dry_run: bool, now: bool) -> None:
       uma-trio service install --now -- --config uma.yaml
     """
     from uma_trio.cli.service_units import UnitError
-    from uma_trio.connect import can_connect
+    from uma_trio.connect.connector import can_connect
 
     manager, service = _manager(), _service(flags)
     try:

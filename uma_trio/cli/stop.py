@@ -30,7 +30,8 @@ def command(model: str | None, no_wait: bool, socket: str | None) -> None:
     """
     if model is not None:
         raise click.UsageError(f"stop ends the daemon; to unload a model: uma-trio models unload {model}")
-    from uma_trio.connect import is_locked, query
+    from uma_trio.connect.query import query
+    from uma_trio.connect.reasons import is_locked
     from uma_trio.protocol.address import socket_path
 
     path = socket_path(socket)

@@ -119,7 +119,9 @@ def command(
 def _ask(socket: str | None, model: str | None, **fields: Any) -> dict[str, Any] | None:
     """The answer of the daemon, if it has loaded the model of this name and can answer; otherwise ``None``."""
     from uma_trio.cli.model_option import is_path_of_model
-    from uma_trio.connect import ClientError, is_locked, query
+    from uma_trio.connect.errors import ClientError
+    from uma_trio.connect.query import query
+    from uma_trio.connect.reasons import is_locked
     from uma_trio.errors import FrameTooLarge, PromptTooLarge
     from uma_trio.protocol.address import socket_path
     from uma_trio.protocol.answers import bare_name

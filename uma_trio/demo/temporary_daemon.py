@@ -14,7 +14,8 @@ from typing import Final
 import attrs
 import trio
 
-from uma_trio.connect import NoServer, can_connect
+from uma_trio.connect.connector import can_connect
+from uma_trio.connect.errors import NoDaemon
 from uma_trio.processes.interpreter import package_environment, python_module
 
 POLL_S: Final = 0.02
@@ -23,7 +24,7 @@ START_S: Final = 120.0
 LOG_TAIL: Final = 2000
 
 
-class DaemonStartError(NoServer):
+class DaemonStartError(NoDaemon):
     """The daemon did not start; the reason has the end of its output."""
 
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from uma_trio.client import ClientError, Failure, Loading, NoServer, ServerError
+from uma_trio.client import ClientError, Failure, Loading, NoDaemon, ServerError
 from uma_trio.errors import (
     BadRequest,
     ControllerNotFound,
@@ -215,7 +215,7 @@ def from_client_error(error: ClientError) -> HttpError:
             return from_failure(error.event)
         case Loading():
             return HttpError(LOADING, "the model is being loaded; try again soon")
-        case NoServer():
+        case NoDaemon():
             return HttpError(NO_DAEMON, f"the daemon is not there: {error.reason}")
     return HttpError(BROKEN, f"the daemon's answer broke off: {error}")
 

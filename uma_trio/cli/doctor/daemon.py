@@ -62,7 +62,9 @@ def _unusable(path: Path, status: os.stat_result) -> Finding | None:
 
 def _daemon(path: Path, settings: Config) -> Iterator[Finding]:
     """Check whether a daemon answers at ``path``, how fast, and whether its engine was restarted."""
-    from uma_trio.connect import BrokenProtocol, NoServer, connect_blocking, query
+    from uma_trio.connect.connector import connect_blocking
+    from uma_trio.connect.errors import BrokenProtocol, NoDaemon
+    from uma_trio.connect.query import query
 
     restart = "stop it (SIGTERM, then SIGKILL) and start uma-trio serve again"
     began = time.monotonic()
@@ -72,8 +74,8 @@ def _daemon(path: Path, settings: Config) -> Iterator[Finding]:
             yield Finding("socket", "ok", f"a daemon is running on {path}")
             return
         [answer] = query(path, {"type": "metrics"}, timeout_s=SOCKET_S)
-    except NoServer as error:
-        if error.may_come:  # uma-trio serve would start
+    except NoDaemon as error:
+        if error.may_appear:  # uma-trio serve would start
             yield Finding("socket", "ok", str(error))
         else:
             yield Finding("socket", "problem", error.reason, restart)
@@ -124,11 +126,12 @@ def _state_folder(folder: Path, settings: Config) -> Iterator[Finding]:
 
 def _served(path: Path) -> Iterator[Finding]:
     """Report what the running daemon gives a request, which its own flags decide and not those of this command."""
-    from uma_trio.connect import BrokenProtocol, NoServer, query
+    from uma_trio.connect.errors import BrokenProtocol, NoDaemon
+    from uma_trio.connect.query import query
 
     try:
         [answer] = query(path, {"type": "models"}, timeout_s=SOCKET_S)
-    except (BrokenProtocol, NoServer, TimeoutError) as error:
+    except (BrokenProtocol, NoDaemon, TimeoutError) as error:
         yield Finding("served", "warning", f"the daemon does not say what it serves: {error}", "see its log")
         return
     for model in answer.get("models", ()):
