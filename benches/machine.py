@@ -11,7 +11,8 @@ import psutil
 import trio
 
 from llama_abi.errors import LibraryError
-from llama_abi.stamp import Stamp, library_directory
+from llama_abi.locations import library_directory
+from llama_abi.stamp import Stamp
 
 KERNEL_FEATURES = ("amx_int8", "avx512_vnni", "avx512f", "avx2", "sve", "neon")
 """Instruction sets that select the matrix kernels of ggml, the most important first."""

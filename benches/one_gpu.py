@@ -44,7 +44,7 @@ from rigs import (
 )
 from throughput import decode_rate
 
-from llama_abi.stamp import DIRECTORY_VARIABLE, library_directory
+from llama_abi.locations import DIRECTORY_VARIABLE, library_directory
 from uma_trio.files import replace_text
 
 SERVER: Final = "llama-server"

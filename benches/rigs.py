@@ -22,7 +22,7 @@ from gateway_http import Gateway
 from llama_http import LlamaServer
 from pinning import Cores
 
-from llama_abi.stamp import library_directory
+from llama_abi.locations import library_directory
 from uma_trio.demo import load
 from uma_trio.demo.temporary_daemon import temporary_daemon
 from uma_trio.models.packaged import EMBEDDED

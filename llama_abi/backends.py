@@ -14,7 +14,9 @@ from pathlib import Path
 import attrs
 
 from llama_abi.errors import LibraryError
-from llama_abi.stamp import Stamp, build, plugin_folders
+from llama_abi.locations import plugin_folders
+from llama_abi.remedies import build_command
+from llama_abi.stamp import Stamp
 
 NO_BACKENDS = ("libggml", "libggml-base")
 
@@ -62,7 +64,7 @@ def load_backends(c: ctypes.CDLL, directory: Path, on_open: OnOpen = lambda path
     if not any(name.startswith("libggml-cpu") for name in used):
         raise LibraryError(
             f"no variant of the CPU backend in {directory} runs on this CPU",
-            f"build the library on this machine: {build()}",
+            f"build the library on this machine: {build_command()}",
         )
     return Backends(tuple(used), tuple(unused), backend)
 

@@ -28,8 +28,10 @@ from llama_abi.check_source import check_source, mtmd_check_source
 from llama_abi.declarations import prototypes
 from llama_abi.errors import LibraryError
 from llama_abi.functions import FUNCTIONS
+from llama_abi.locations import STAMP
 from llama_abi.mtmd_declarations import MTMD, MTMD_FUNCTIONS
-from llama_abi.stamp import MTMD_HEADER, STAMP, Stamp, build, pin, write
+from llama_abi.remedies import build_command
+from llama_abi.stamp import MTMD_HEADER, Stamp, pin, write
 from llama_abi.types import C
 
 
@@ -58,7 +60,7 @@ def check(headers: Path, table: str = FUNCTIONS) -> CheckResult:
         LibraryError: there is no compiler or no header.
     """
     if not (headers / "llama.h").is_file():
-        raise LibraryError(f"there is no llama.h in {headers}", build())
+        raise LibraryError(f"there is no llama.h in {headers}", build_command())
     return _compile(check_source(table), headers)
 
 

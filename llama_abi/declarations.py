@@ -1,11 +1,11 @@
 """C declarations as text, in one spelling for readers, for ctypes and for the C compiler.
 
 A declaration is copied from llama.h, so that the two can be compared line by line. This module turns it into ctypes
-types and error checks, and ``check_source`` turns it into C source for the compiler. A comment after a function names
-the return value that means failure and raises LlamaError:
+types and error checks, and ``check_source`` turns it into C source for the compiler. A comment after a function is its
+error rule: which result of a call means failure, and raises LlamaError.
 
     // !null    NULL
-    // !rc      a negative number
+    // !rc      a return code below zero
     // !zero    zero
 """
 
@@ -37,6 +37,7 @@ class Prototype:
     name: str
     parameters: tuple[str, ...]
     rule: str
+    """A key of ``RULES``, or empty: no result is an error."""
 
     @property
     def c(self) -> str:
@@ -62,10 +63,11 @@ def prototypes(table: str) -> tuple[Prototype, ...]:
 
 
 class Declarations:
-    """All declared types of a header. ``types`` fills it; ``library`` and ``check_source`` read it.
+    """All declared types of a header. ``llama_abi.types`` and ``llama_abi.mtmd_declarations`` fill one each;
+    ``llama_abi.library`` and ``llama_abi.check_source`` read them.
 
     Args:
-        base: the declarations of a header that it includes.
+        base: the declarations of a header that this one includes.
     """
 
     def __init__(self, base: Declarations | None = None) -> None:
@@ -89,7 +91,9 @@ class Declarations:
             "uint64_t": ctypes.c_uint64,
             "size_t": ctypes.c_size_t,
         }
-        if base is not None:  # one type for both, also for a struct that only functions name
+        if (
+            base is not None
+        ):  # ctypes takes two types of one name for different ones; ``ctype`` adds opaque structs, too
             self.known = base.known
 
     def ctype(self, spelling: str) -> CType:

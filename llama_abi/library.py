@@ -23,9 +23,11 @@ import attrs
 from llama_abi.backends import Backends, OnOpen, load_backends
 from llama_abi.errors import LibraryError, LlamaError
 from llama_abi.functions import FUNCTIONS
+from llama_abi.locations import is_checkout, is_default, library_directory
 from llama_abi.logs import LogRouter
 from llama_abi.mtmd_declarations import MTMD, MTMD_FUNCTIONS
-from llama_abi.stamp import DEFAULT_DIRECTORY, Stamp, build, fix, is_checkout, library_directory
+from llama_abi.remedies import build_command, repair_command
+from llama_abi.stamp import Stamp
 from llama_abi.types import DEVICE_TYPE, C, ggml_log_callback
 
 BACKTRACE_VARIABLE = "GGML_NO_BACKTRACE"
@@ -89,7 +91,7 @@ class Library:
         """Directory that it was loaded from."""
         self.stamp = Stamp.read(directory)
         """Source, backend and options of the build."""
-        if directory == DEFAULT_DIRECTORY.resolve() and is_checkout() and not self.stamp.has_declarations(directory):
+        if is_default(directory) and is_checkout() and not self.stamp.has_declarations(directory):
             # The checkout has been updated, or edited.
             from llama_abi.check import check_again
 
@@ -100,7 +102,7 @@ class Library:
         if missing := C.bind(self.c, FUNCTIONS):
             raise LibraryError(
                 f"the library lacks {', '.join(missing)}, so it is not the llama.cpp version of these declarations",
-                fix(directory, self.stamp.backend, clean=True),
+                repair_command(directory, self.stamp.backend, clean=True),
             )
         self._check_defaults()
         self.c.llama_log_set(self.logs.callback, None)
@@ -131,7 +133,7 @@ class Library:
             LibraryError: the library was built without it.
         """
         if self._mtmd is None:
-            remedy = fix(self.directory, self.stamp.backend, clean=True)
+            remedy = repair_command(self.directory, self.stamp.backend, clean=True)
             if not self.stamp.mtmd_sha256:
                 raise LibraryError(f"the library in {self.directory} was built without libmtmd", remedy)
             found = _open_file(self.directory, "libmtmd")
@@ -151,7 +153,7 @@ class Library:
         if wrong:
             raise LibraryError(
                 f"the library in {self.directory} does not have the defaults of its header ({'; '.join(wrong)})",
-                fix(self.directory, self.stamp.backend, clean=True),
+                repair_command(self.directory, self.stamp.backend, clean=True),
             )
 
     @property
@@ -318,9 +320,9 @@ def _remedy(error: str, directory: Path) -> str:
     """What to do about an error of the dynamic linker."""
     missing = re.match(r"(lib\S+): cannot open shared object file", error)
     if missing is None or missing[1].startswith(("libllama", "libggml", "libmtmd")):
-        return fix(directory, clean=True)
+        return repair_command(directory, clean=True)
     if missing[1].startswith("libcuda.so"):
-        return f"install the NVIDIA driver, in a container start it with access to the GPU, or {build('--backend cpu')}"
+        return f"install the NVIDIA driver, in a container start it with access to the GPU, or {build_command('--backend cpu')}"
     return f"install the package that has {missing[1]}, or add its folder to LD_LIBRARY_PATH"
 
 

@@ -8,30 +8,22 @@ declarations that have changed since. In a checkout, which may have been updated
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
-import shlex
 from pathlib import Path
 
 import attrs
 
 from llama_abi.check_source import check_source, mtmd_check_source
 from llama_abi.errors import LibraryError
+from llama_abi.locations import STAMP, default_directory, is_default
+from llama_abi.remedies import repair_command
 
-STAMP = "stamp.json"
 MAX_STAMP = 1 << 20
 """Most bytes of one; those of build_llama.sh have about a thousand."""
 MTMD_HEADER = "mtmd-helper.h"
 """In the headers of a library that has libmtmd."""
 BACKENDS = ("cpu", "metal", "vulkan", "cuda", "hip")
-DIRECTORY_VARIABLE = "UMA_LLAMA_DIR"
-DEFAULT_DIRECTORY = Path(__file__).with_name("lib")
-"""Where build_llama.sh installs the library."""
-WHEEL = "uma_trio_llama"
-"""The package that has a library which was built before, for machines without a compiler."""
-PLUGINS = ("uma_trio_llama_cuda13", "uma_trio_llama_cuda12", "uma_trio_llama_vulkan")
-"""Packages with a further backend for such a library, the best first."""
 
 
 def pin() -> str:
@@ -57,71 +49,6 @@ def header_sha256(directory: Path) -> str:
     for header in filter(Path.is_file, sorted(directory.glob("*.h"))):
         digest.update(header.name.encode() + b"\0" + header.read_bytes() + b"\0")
     return digest.hexdigest()
-
-
-def folder_of_package(name: str) -> Path | None:
-    """The folder ``lib`` of an installed package; ``None`` if it is not installed, or only an empty folder is left."""
-    found = importlib.util.find_spec(name)
-    if found is None or found.origin is None or not found.submodule_search_locations:
-        return None
-    return Path(found.submodule_search_locations[0], "lib").resolve()
-
-
-def plugin_folders() -> list[Path]:
-    """The folders of the installed ``PLUGINS``."""
-    return [folder for name in PLUGINS if (folder := folder_of_package(name)) is not None]
-
-
-def library_directory(named: Path | None = None) -> Path:
-    """Where the library is: the first of ``named``, ``$UMA_LLAMA_DIR``, what build_llama.sh has built, and the wheel.
-
-    If there is none, this is where build_llama.sh would install it.
-    """
-    chosen = named or os.environ.get(DIRECTORY_VARIABLE)
-    if chosen:
-        return Path(os.path.realpath(chosen))  # resolve() refuses links that lead to themselves
-    if (DEFAULT_DIRECTORY / STAMP).exists():
-        return DEFAULT_DIRECTORY.resolve()
-    return folder_of_package(WHEEL) or DEFAULT_DIRECTORY.resolve()
-
-
-def is_checkout() -> bool:
-    """Whether this package runs from a checkout, which can build a library."""
-    return (DEFAULT_DIRECTORY.parents[1] / "build_llama.sh").exists()
-
-
-def in_checkout(action: str) -> str:
-    """``action``, which needs a checkout, and where to do it if this is none."""
-    return action if is_checkout() else f"{action} in a checkout of uma-trio"
-
-
-def build(options: str = "") -> str:
-    """The command that builds a library with ``options``, for what no wheel can repair."""
-    return in_checkout(f"run ./build_llama.sh {options}".rstrip())
-
-
-def install(options: str = "", extra: str = "llama") -> str:
-    """The command that installs uma-trio with a library. Until the first release, no package index has the wheels."""
-    words = " ".join(filter(None, ["run pip install", options, "--find-links FOLDER", f"'uma-trio[{extra}]'"]))
-    return f"{words}, where FOLDER has the wheels of uma-trio; or, in a checkout: ./build_llama.sh"
-
-
-def fix(directory: Path, backend: str = "", *, clean: bool = False) -> str:
-    """The command that repairs the library in ``directory``: a build in a checkout, otherwise an installation.
-
-    Args:
-        backend: what a library in a folder of its own was built for.
-        clean: its files are damaged, so a build begins anew.
-    """
-    rebuild = " --clean" if clean else ""
-    for package in (WHEEL, *PLUGINS):
-        if directory == folder_of_package(package):
-            return install("--upgrade --force-reinstall", package.split("_")[-1])
-    if directory == DEFAULT_DIRECTORY.resolve():
-        return build(rebuild.strip()) if is_checkout() else install()
-    if not is_checkout():
-        return f"leave out --llama-dir, llama_dir and {DIRECTORY_VARIABLE}, and {install()}"
-    return build(f"{'--backend ' if backend else ''}{backend} --prefix {shlex.quote(str(directory))}{rebuild}".strip())
 
 
 def _read(path: Path) -> bytes:
@@ -190,17 +117,19 @@ class Stamp:
             return cls(**found)
         except NotADirectoryError:
             raise LibraryError(
-                f"{directory} is a file", f"give the folder of a library, or {fix(DEFAULT_DIRECTORY.resolve())}"
+                f"{directory} is a file", f"give the folder of a library, or {repair_command(default_directory())}"
             ) from None
         except FileNotFoundError:
             if not any(directory.glob("libllama.*")):
-                correct = "" if directory == DEFAULT_DIRECTORY.resolve() else "correct the path, or "
-                raise LibraryError(f"there is no library in {directory}", f"{correct}{fix(directory)}") from None
+                correct = "" if is_default(directory) else "correct the path, or "
+                raise LibraryError(
+                    f"there is no library in {directory}", f"{correct}{repair_command(directory)}"
+                ) from None
             raise LibraryError(
-                f"{directory} has no {STAMP}, so its library and header may not match", fix(directory)
+                f"{directory} has no {STAMP}, so its library and header may not match", repair_command(directory)
             ) from None
         except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise LibraryError(f"{path} is not readable ({error})", fix(directory, clean=True)) from None
+            raise LibraryError(f"{path} is not readable ({error})", repair_command(directory, clean=True)) from None
 
     def has_declarations(self, directory: Path) -> bool:
         """Whether the library was checked against the declarations of this version."""
@@ -213,7 +142,7 @@ class Stamp:
         Raises:
             LibraryError: the version, the headers, the files or the declarations are not those of the stamp.
         """
-        remedy = fix(directory, self.backend)
+        remedy = repair_command(directory, self.backend)
         if not self.pin.startswith("source:") and self.pin != pin():
             raise LibraryError(f"the library in {directory} is {self.pin}, but this version needs {pin()}", remedy)
         if self.header_sha256 != header_sha256(directory / "include"):
@@ -228,7 +157,7 @@ class Stamp:
         if self.libraries != _sizes(directory):
             raise LibraryError(
                 f"the library files in {directory} have changed since the check",
-                fix(directory, self.backend, clean=True),
+                repair_command(directory, self.backend, clean=True),
             )
 
 

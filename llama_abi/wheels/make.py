@@ -29,15 +29,16 @@ from hatchling.plugin.manager import PluginManager
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from llama_abi.errors import LibraryError
-from llama_abi.stamp import WHEEL, Stamp
+from llama_abi.locations import WHEEL
+from llama_abi.stamp import Stamp
 
 ROOT = Path(__file__).parents[2]
 MACOS = "13_0"
 LLAMA_LICENSE = ROOT / "build" / "llama.cpp" / "LICENSE"
-NO_COMMIT = "1577836800"
-"""The time of files in a wheel of a source without a history: the first of January 2020."""
-FIRST, LAST = 315_532_800, 4_354_819_199
-"""The years 1980 to 2107 in seconds, which a zip file can hold."""
+DATE_WITHOUT_COMMIT = "1577836800"
+"""When files of the wheel were changed, in Unix seconds, if git knows no commit: the first of January 2020."""
+FIRST_DATE, LAST_DATE = 315_532_800, 4_354_819_199
+"""The first and the last Unix second that a zip file can say: from 1980 to 2107."""
 CUDA_WHEELS = {
     "cuda12": ["nvidia-cublas-cu12>=12", "nvidia-cuda-runtime-cu12>=12"],
     "cuda13": ["nvidia-cublas>=13,<14", "nvidia-cuda-runtime>=13,<14"],
@@ -89,10 +90,10 @@ def version() -> str:
 
 
 def tag(library: Path) -> str:
-    """The wheel's tag: it has no Python extension, so it serves every Python with the glibc that its files need."""
+    """The wheel's tag: any Python 3, because no file is a Python extension, and the oldest glibc that all files run with."""
     if sys.platform == "darwin":
         return f"py3-none-macosx_{MACOS}_{platform.machine()}"
-    needed = (int(minor) for minor in _mentions(library, rb"\0GLIBC_2\.(\d+)"))
+    needed = (int(minor) for minor in _matches(library, rb"\0GLIBC_2\.(\d+)"))
     return f"py3-none-manylinux_2_{max([28, *needed])}_{platform.machine()}"
 
 
@@ -100,11 +101,11 @@ def extra_of(library: Path, stamp: Stamp) -> str:
     """The extra of uma-trio that requires this wheel: ``llama``, ``vulkan``, ``cuda12`` or ``cuda13``."""
     if any(library.glob("libllama.*")):
         return "llama"
-    return stamp.backend + max(_mentions(library, rb"\0libcudart\.so\.(\d+)"), default=b"").decode()
+    return stamp.backend + max(_matches(library, rb"\0libcudart\.so\.(\d+)"), default=b"").decode()
 
 
-def _mentions(library: Path, pattern: bytes) -> set[bytes]:
-    """What follows in the string tables of the files: versions of symbols, and of the libraries that they link with."""
+def _matches(library: Path, pattern: bytes) -> set[bytes]:
+    """What the group of ``pattern`` matches in the library's files, whose string tables name all that they link with."""
     return {found for path in library.glob("lib*") for found in re.findall(pattern, path.read_bytes())}
 
 
@@ -158,11 +159,11 @@ def make(library: Path, out: Path) -> Path:
 
 
 def _date_of_commit() -> str:
-    """When the checkout's commit was made: two wheels of it have the same times."""
+    """The Unix second of the checkout's commit, so that two wheels of one commit are equal."""
     if not (ROOT / ".git").exists() or shutil.which("git") is None:  # it may stand in the checkout of another project
-        return NO_COMMIT
+        return DATE_WITHOUT_COMMIT
     done = subprocess.run(["git", "-C", ROOT, "log", "-1", "--format=%ct"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or NO_COMMIT
+    return done.stdout.strip() or DATE_WITHOUT_COMMIT
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
@@ -176,10 +177,10 @@ def _date_of_commit() -> str:
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=ROOT / "dist", show_default="dist", help="Folder of the wheel.")  # fmt: skip
 def main(library: Path, out: Path) -> None:
     """Make the wheel of a portable library, or of a plug-in for one."""
-    date = os.environ.get("SOURCE_DATE_EPOCH", NO_COMMIT)
-    if not (date.isdecimal() and len(date) < 20 and FIRST <= int(date) <= LAST):
+    date = os.environ.get("SOURCE_DATE_EPOCH", DATE_WITHOUT_COMMIT)
+    if not (date.isdecimal() and len(date) < 20 and FIRST_DATE <= int(date) <= LAST_DATE):
         raise click.ClickException(
-            f"SOURCE_DATE_EPOCH is {date!r}: set it to seconds from {FIRST} to {LAST}, or unset it"
+            f"SOURCE_DATE_EPOCH is {date!r}: set it to seconds from {FIRST_DATE} to {LAST_DATE}, or unset it"
         )
     try:
         wheel = make(library.resolve(), out)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import llama_abi
-from llama_abi.stamp import library_directory
+from llama_abi.locations import library_directory
 from tests.support.bench_scripts import bench_script
 
 ROOT = Path(__file__).parents[2]

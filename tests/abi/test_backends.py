@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import uma_trio
-from llama_abi import LibraryError, Stamp, backends
+from llama_abi import LibraryError, Stamp, backends, locations, remedies
 from llama_abi import stamp as stamps
 from llama_abi.check import find_compiler
 from uma_trio.engine_link.installed import read_stamp
@@ -64,8 +64,8 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of installed packages, and no library that build_llama.sh has built."""
-    monkeypatch.delenv(stamps.DIRECTORY_VARIABLE, raising=False)
-    monkeypatch.setattr(stamps, "DEFAULT_DIRECTORY", tmp_path / "llama_abi" / "lib")
+    monkeypatch.delenv(locations.DIRECTORY_VARIABLE, raising=False)
+    monkeypatch.setattr(locations, "DEFAULT_DIRECTORY", tmp_path / "llama_abi" / "lib")
     found = tmp_path / "site-packages"
     found.mkdir()
     monkeypatch.syspath_prepend(found)
@@ -133,53 +133,53 @@ class TestBackends:
 
 class TestWhichLibrary:
     def test_the_wheel_is_used_where_nothing_was_built(self, packages: Path) -> None:
-        place = installed(packages, stamps.WHEEL)
-        assert stamps.library_directory() == place
+        place = installed(packages, locations.WHEEL)
+        assert locations.library_directory() == place
 
     def test_a_folder_that_an_uninstallation_has_left_is_no_plug_in(self, packages: Path) -> None:
         installed(packages, "uma_trio_llama_vulkan")
         (packages / "uma_trio_llama_vulkan" / "__init__.py").unlink()
-        assert stamps.plugin_folders() == []
+        assert locations.plugin_folders() == []
 
     def test_a_built_library_comes_first(self, packages: Path) -> None:
-        installed(packages, stamps.WHEEL)
-        stamps.DEFAULT_DIRECTORY.mkdir(parents=True)
-        (stamps.DEFAULT_DIRECTORY / stamps.STAMP).touch()
-        assert stamps.library_directory() == stamps.DEFAULT_DIRECTORY
+        installed(packages, locations.WHEEL)
+        locations.DEFAULT_DIRECTORY.mkdir(parents=True)
+        (locations.DEFAULT_DIRECTORY / locations.STAMP).touch()
+        assert locations.library_directory() == locations.DEFAULT_DIRECTORY
 
     def test_the_variable_comes_before_both(
         self, packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        installed(packages, stamps.WHEEL)
-        monkeypatch.setenv(stamps.DIRECTORY_VARIABLE, str(tmp_path / "own"))
-        assert stamps.library_directory() == tmp_path / "own"
-        assert stamps.library_directory(tmp_path / "named") == tmp_path / "named"
+        installed(packages, locations.WHEEL)
+        monkeypatch.setenv(locations.DIRECTORY_VARIABLE, str(tmp_path / "own"))
+        assert locations.library_directory() == tmp_path / "own"
+        assert locations.library_directory(tmp_path / "named") == tmp_path / "named"
 
     def test_without_any_the_error_says_what_to_type(self, packages: Path) -> None:
         command = r"run pip install --find-links FOLDER 'uma-trio\[llama\]'"
         with pytest.raises(
             LibraryError, match=rf"no library in .*; {command}.*; or, in a checkout: \./build_llama\.sh$"
         ):
-            Stamp.read(stamps.library_directory())
+            Stamp.read(locations.library_directory())
 
     def test_in_a_checkout_it_is_built(self, packages: Path) -> None:
-        stamps.DEFAULT_DIRECTORY.parents[1].joinpath("build_llama.sh").touch()
+        locations.DEFAULT_DIRECTORY.parents[1].joinpath("build_llama.sh").touch()
         with pytest.raises(LibraryError, match=r"there is no library in .*; run \./build_llama\.sh$"):
-            Stamp.read(stamps.library_directory())
+            Stamp.read(locations.library_directory())
 
     def test_a_folder_that_nobody_can_build(self, packages: Path, tmp_path: Path) -> None:
         with pytest.raises(LibraryError, match=r"leave out --llama-dir, .*, and run pip install --find-links FOLDER "):
             Stamp.read(tmp_path / "own")
 
     def test_a_wheel_with_a_damaged_stamp(self, packages: Path) -> None:
-        place = installed(packages, stamps.WHEEL)
-        (place / stamps.STAMP).write_text("{}")
+        place = installed(packages, locations.WHEEL)
+        (place / locations.STAMP).write_text("{}")
         with pytest.raises(LibraryError, match=r"; run pip install --upgrade --force-reinstall --find-links FOLDER "):
             Stamp.read(place)
 
     def test_what_only_a_build_repairs_names_the_checkout(self, packages: Path) -> None:
-        assert stamps.build("--backend cpu") == "run ./build_llama.sh --backend cpu in a checkout of uma-trio"
-        assert stamps.in_checkout("install it").endswith("in a checkout of uma-trio")
+        assert remedies.build_command("--backend cpu") == "run ./build_llama.sh --backend cpu in a checkout of uma-trio"
+        assert remedies.where_checkout("install it").endswith("in a checkout of uma-trio")
 
     def test_no_other_module_tells_people_to_build(self) -> None:
         """A remedy of its own would not know whether there is a checkout."""
@@ -189,7 +189,7 @@ class TestWhichLibrary:
             path.relative_to(root).as_posix() for path in paths if "run ./build_llama.sh" in path.read_text().lower()
         }
         assert found == {
-            "llama_abi/stamp.py",
+            "llama_abi/remedies.py",
             "llama_abi/wheels/make.py",  # is in a checkout only
             "uma_trio/cli/bench.py",  # needs a checkout anyway, and says how to get one
             "uma_trio/cli/doctor/environment.py",  # has found that it runs from a checkout
@@ -197,23 +197,23 @@ class TestWhichLibrary:
         }
 
     def test_a_wheel_of_another_version(self, packages: Path, directory: Path) -> None:
-        place = installed(packages, stamps.WHEEL)
+        place = installed(packages, locations.WHEEL)
         shutil.copytree(directory, place, dirs_exist_ok=True)
-        path = place / stamps.STAMP
+        path = place / locations.STAMP
         path.write_text(path.read_text().replace(stamps.pin(), "llama-cpp-python==0.0.1"))
         with pytest.raises(LibraryError, match=r"but this version needs .*; run pip install --upgrade --force-reinst"):
             Stamp.read(place).verify(place)
 
 
 def test_python_knows_where_the_wheel_is_without_importing_it(packages: Path) -> None:
-    place = installed(packages, stamps.WHEEL)
+    place = installed(packages, locations.WHEEL)
     (place.parent / "__init__.py").write_text("raise ImportError\n")
-    assert stamps.folder_of_package(stamps.WHEEL) == place
-    assert stamps.WHEEL not in sys.modules
+    assert locations.folder_of_package(locations.WHEEL) == place
+    assert locations.WHEEL not in sys.modules
 
 
 def test_the_extra_requires_the_wheel_of_this_version() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
-    for extra, package in [("llama", stamps.WHEEL), *((each.split("_")[-1], each) for each in stamps.PLUGINS)]:
+    for extra, package in [("llama", locations.WHEEL), *((each.split("_")[-1], each) for each in locations.PLUGINS)]:
         wheel = package.replace("_", "-")
         assert project["project"]["optional-dependencies"][extra] == [f"{wheel}=={uma_trio.__version__}"]

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 import llama_abi
-from llama_abi import LibraryError, Stamp
+from llama_abi import LibraryError, Stamp, locations
 from llama_abi import library as libraries
 from llama_abi import stamp as stamps
 from llama_abi.check import check_again
-from llama_abi.stamp import DIRECTORY_VARIABLE
+from llama_abi.locations import DIRECTORY_VARIABLE
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def copied(directory: Path, tmp_path: Path) -> Path:
 
 
 def edit(directory: Path, **fields: object) -> None:
-    path = directory / stamps.STAMP
+    path = directory / locations.STAMP
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
@@ -52,16 +52,16 @@ class TestStamp:
         assert "is a file; give the folder of a library" in refused(tmp_path / "file")
 
     def test_no_stamp(self, copied: Path) -> None:
-        (copied / stamps.STAMP).unlink()
+        (copied / locations.STAMP).unlink()
         assert "has no stamp.json" in refused(copied)
 
     @pytest.mark.parametrize("text", ["", "[]", "{}", '{"pin": 1}', "\0"])
     def test_unreadable(self, copied: Path, text: str) -> None:
-        (copied / stamps.STAMP).write_text(text)
+        (copied / locations.STAMP).write_text(text)
         assert "is not readable" in refused(copied)
 
     def test_nesting_without_end(self, copied: Path) -> None:
-        (copied / stamps.STAMP).write_text("[" * 100_000)
+        (copied / locations.STAMP).write_text("[" * 100_000)
         assert "is not readable" in refused(copied)
 
     @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ class TestStamp:
         assert "is not readable" in refused(copied)
 
     def test_a_stamp_that_never_ends(self, copied: Path) -> None:
-        path = copied / stamps.STAMP
+        path = copied / locations.STAMP
         path.write_bytes(b" " * (stamps.MAX_STAMP + 1))
         assert "more than" in refused(copied)
         path.unlink()
@@ -94,7 +94,7 @@ class TestStamp:
     def test_a_link_to_itself(self, tmp_path: Path) -> None:
         loop = tmp_path / "loop"
         loop.symlink_to(loop)
-        refused(stamps.library_directory(loop))
+        refused(locations.library_directory(loop))
 
     def test_the_remedy_can_be_pasted(self, tmp_path: Path) -> None:
         folder = tmp_path / "it's mine"

@@ -15,7 +15,7 @@ import pytest
 
 import uma_trio
 from llama_abi import stamp as stamps
-from llama_abi.stamp import STAMP
+from llama_abi.locations import STAMP
 from tests.support.profile import sampled
 
 pytest.importorskip("hatchling", reason="the extra dev installs hatchling, which makes wheels: ./build_llama.sh --dev")

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import trio
 
-from llama_abi.stamp import DEFAULT_DIRECTORY, DIRECTORY_VARIABLE
+from llama_abi.locations import DEFAULT_DIRECTORY, DIRECTORY_VARIABLE
 from tests.support.real_daemon import Daemon, real_daemon
 
 VULKAN_VARIABLE = "UMA_TEST_VULKAN_DIR"

@@ -167,7 +167,7 @@ def test_no_library(examine, tmp_path):
 
 
 def test_a_damaged_library(examine, tmp_path):
-    from llama_abi.stamp import library_directory
+    from llama_abi.locations import library_directory
 
     folder = tmp_path / "lib"
     shutil.copytree(library_directory(), folder)

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from llama_abi import stamp
+from llama_abi import locations, stamp
 from llama_abi.check import find_compiler
 from tests.support.commands import environment, run_process
 from tests.support.real_daemon import ROOT, WAIT_S, started
@@ -37,7 +37,7 @@ with open_vocabulary(Path(sys.argv[1]), Path(sys.argv[2])) as vocabulary:
 def with_plug_in(folder: Path, *, aborts: bool = False) -> Path:
     """A copy of the library in ``folder``, with a plug-in that hangs when it is asked for its score."""
     place = folder / "lib"
-    shutil.copytree(stamp.library_directory(), place)
+    shutil.copytree(locations.library_directory(), place)
     subprocess.run(
         [
             *find_compiler().split(),

@@ -14,7 +14,8 @@ import numpy as np
 import psutil
 import pytest
 
-from llama_abi.stamp import Stamp, library_directory
+from llama_abi.locations import library_directory
+from llama_abi.stamp import Stamp
 from tests.support.bench_scripts import bench_script
 from tests.support.link_contract import alone, answers, prefill
 from tests.support.state_files import memory_file

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from llama_abi.stamp import library_directory
+from llama_abi.locations import library_directory
 from tests.model.test_benches import PEERS
 from tests.support.bench_scripts import FOLDER, bench_script
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from llama_abi.stamp import DIRECTORY_VARIABLE
+from llama_abi.locations import DIRECTORY_VARIABLE
 from uma_trio.cli import main
 from uma_trio.models.packaged import EMBEDDED
 

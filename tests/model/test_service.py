@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_abi.stamp import DIRECTORY_VARIABLE
+from llama_abi.locations import DIRECTORY_VARIABLE
 from tests.support.forked import UMA_TRIO, can_fork, run_forked
 from tests.support.real_daemon import ROOT, START_S, Daemon, Wire, started
 from uma_trio.cli.service_units import MARK, Service, Systemd

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from llama_abi.stamp import library_directory
+from llama_abi.locations import library_directory
 from tests.support.run import locked, run_folder
 
 FIRST_TOKENS = 4

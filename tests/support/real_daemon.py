@@ -26,7 +26,7 @@ import attrs
 import psutil
 import trio
 
-from llama_abi.stamp import DIRECTORY_VARIABLE, library_directory
+from llama_abi.locations import DIRECTORY_VARIABLE, library_directory
 from tests.support.forked import TITLE, UMA_TRIO, Forked, can_fork
 from tests.support.run import SETTINGS_OF_DAEMONS
 from uma_trio.client import Client, open_client

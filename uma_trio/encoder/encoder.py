@@ -22,7 +22,8 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from llama_abi.stamp import Stamp, library_directory
+from llama_abi.locations import library_directory
+from llama_abi.stamp import Stamp
 from uma_trio.encoder.encoded import EncodedMedia, RowBlock, RowFile, memory_folder, placeholders
 from uma_trio.encoder.refusals import Refused, TooManyRows
 from uma_trio.engine_link.devices import size

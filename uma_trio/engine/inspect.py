@@ -11,7 +11,7 @@ import msgspec
 import llama_abi
 from llama_abi.backends import OnOpen
 from llama_abi.gpus import look
-from llama_abi.stamp import in_checkout
+from llama_abi.remedies import where_checkout
 from uma_trio import config
 from uma_trio.engine.placement import ModelDevices
 from uma_trio.engine_link.devices import Device, Devices, MachineGpu, layers_on_gpu, memory_by_device, split_in_words
@@ -57,7 +57,7 @@ def find_devices(library: llama_abi.Library) -> Devices:
         Device(device.name, device.description, device.type.name.lower(), device.memory_free, device.memory_total)
         for device in library.devices()
     )
-    here = next((MachineGpu(str(gpus), in_checkout(gpus.fix)) for gpus in look() if gpus.has_gpu), None)
+    here = next((MachineGpu(str(gpus), where_checkout(gpus.fix)) for gpus in look() if gpus.has_gpu), None)
     return Devices(backend=library.backend, found=found, machine_gpu=here, unused_plugins=library.plugins.unused)
 
 

@@ -12,7 +12,7 @@ import attrs
 
 import llama_abi
 from llama_abi import DeviceType
-from llama_abi.stamp import build
+from llama_abi.remedies import build_command
 from uma_trio import config
 from uma_trio.engine_link.devices import CPU_ALONE
 from uma_trio.errors import ErrorWithRemedy
@@ -83,7 +83,7 @@ def open_library(settings: config.Model) -> llama_abi.Library:
     for endpoint in settings.rpc:
         host, _, port = endpoint.rpartition(":")
         if not library.supports_rpc:
-            raise PlacementError("the library has no RPC backend", f"{build()}, or leave out rpc")
+            raise PlacementError("the library has no RPC backend", f"{build_command()}, or leave out rpc")
         try:
             with contextlib.closing(socket.create_connection((host, int(port)), CONNECT_S)):
                 pass

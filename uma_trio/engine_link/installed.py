@@ -7,7 +7,8 @@ from pathlib import Path
 import attrs
 
 import llama_abi
-from llama_abi.stamp import fix, library_directory, plugin_folders
+from llama_abi.locations import library_directory, plugin_folders
+from llama_abi.remedies import repair_command
 from uma_trio.errors import ErrorWithRemedy
 
 
@@ -52,4 +53,4 @@ def library_fix(named: Path | None = None) -> str:
     Args:
         named: its directory; by default see ``llama_abi.load``.
     """
-    return fix(library_directory(named), clean=True)
+    return repair_command(library_directory(named), clean=True)
