@@ -6,19 +6,19 @@ import contextlib
 import functools
 import itertools
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
 import attrs
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 import llama_abi
 from uma_trio import config
 from uma_trio.engine.adapter_calls import split_by_adapters
 from uma_trio.engine.bandwidth import memory_bytes_per_s
+from uma_trio.engine.call import NOTHING_SAMPLED, Call, SampledCall
+from uma_trio.engine.call_masks import CallMasks, constrained, masks_of, states_after
 from uma_trio.engine.draft import Drafter
 from uma_trio.engine.embedding import NOTHING_EMBEDDED, Embedder
 from uma_trio.engine.fillers import add_decodes, add_filled, company, is_decode, missing_ids
@@ -42,7 +42,7 @@ from uma_trio.engine.layout_choice import (
     threads_of_one_row,
 )
 from uma_trio.engine.loaded_adapters import LoadedAdapters
-from uma_trio.engine.matchers import FilledMasks, Matchers, PendingMasks
+from uma_trio.engine.matchers import Matchers
 from uma_trio.engine.media_calls import split_by_media
 from uma_trio.engine.placement import compute_environment, open_library, place
 from uma_trio.engine.positions import Positions
@@ -51,9 +51,9 @@ from uma_trio.engine.sampling.dry import Breakers
 from uma_trio.engine.sampling.logprobs import compute_logprobs
 from uma_trio.engine.sampling.plan import Rows
 from uma_trio.engine.sampling_threads import SamplingThreads
+from uma_trio.engine.step_results import StepResults
 from uma_trio.engine_link.defaults import with_defaults
 from uma_trio.engine_link.devices import Devices
-from uma_trio.engine_link.grammar_state import GrammarState
 from uma_trio.engine_link.interrupts import Interrupts
 from uma_trio.engine_link.masks import Masks
 from uma_trio.engine_link.messages import (
@@ -401,20 +401,12 @@ class LlamaEngine:
             self._context.set_abort_flag(self._abort)
 
     def _step(self, step: Step[StepInput], callbacks: StepCallbacks | None) -> StepOutput:
-        started = began = time.perf_counter()
+        started = time.perf_counter()
         embedded = (
             self._embedder.embed(step.embeddings, step.embedding_adapters) if step.embeddings else NOTHING_EMBEDDED
         )
-        began += embedded.ms / 1e3
         outcome = self._kv_operations.apply(step.ops, self._context) if step.ops else NO_OUTCOME
-        tokens: list[int] = []
-        scores: list[TokenLogprobs | None] = []
-        filled: list[FilledMasks] = []
-        forced: dict[int, Sequence[int]] = {}
-        mus: list[tuple[int, float]] = []
-        copied = 0
-        decode_ms = -outcome.copied_ms - outcome.checkpoints_ms
-        sample_ms = 0.0
+        results = StepResults(step.number, started, embedded, outcome)
         last, self._last = self._last, None
         repeated = last if step.repeats else None
         calls = self._divided(step.calls) if repeated is None else step.calls
@@ -424,7 +416,7 @@ class LlamaEngine:
         for number, planned in enumerate(calls, start=1):
             call = repeated or Call(self._positions.place(planned))
             inputs, samples = call.inputs, call.samples
-            wanted = _constrained(inputs) if repeated is None else []
+            wanted = constrained(inputs) if repeated is None else []
             # A CPU computes within the call.  A GPU computes after it, and must not wait for the threads to begin; but the
             # call comes back late from rows of a prompt, for which no kernel has been recorded.
             begins = bool(wanted) and (not self.is_async or not all(map(is_decode, inputs)))
@@ -440,48 +432,15 @@ class LlamaEngine:
             unread.clear()
             if len(calls) == 1 and self._can_repeat(call):
                 self._last = call
-            decoded = time.perf_counter()
-            call_masks = _CallMasks(pending, step.mask_timeout_ms, self._late_rows(step, inputs, callbacks))
-            sampled, scored, next_mus = self._sample(call, call_masks) if samples else ([], [], {})
+            decoded, sampled = time.perf_counter(), NOTHING_SAMPLED
+            masks = masks_of(call, pending, step, self.late_masks, callbacks)
             if samples:
-                copied += self._sampling.copied_logits_rows + len(scored) - scored.count(None)
-            if next_mus:
-                seq_ids = [each.seq_id for each in inputs for _ in each.samples]
-                mus += [(seq_ids[row], mu) for row, mu in next_mus.items()]
-            for each in call_masks.filled:
-                filled.append(each)
-                forced |= each.forced
+                sampled = self._sample(call, masks)
+            forced = None
             if wanted and step.look_ahead:
-                forced |= self._matchers.forced_after(_states_after(inputs, sampled, self._info.eog_ids))
-            tokens += sampled
-            scores += scored or [None] * len(sampled)
-            ended = time.perf_counter()
-            decode_ms += 1e3 * (decoded - began)
-            sample_ms += 1e3 * (ended - decoded)
-            began = ended
-        return StepOutput(
-            tokens=tuple(tokens),
-            number=step.number,
-            decode_ms=decode_ms,
-            sample_ms=sample_ms,
-            started_s=started,
-            ended_s=time.perf_counter(),
-            copied_logits_rows=copied,
-            scores=scores if scores.count(None) < len(scores) else (),
-            mus=mus,
-            copied_ms=outcome.copied_ms,
-            saved_bytes=outcome.saved_bytes,
-            refused=outcome.refused,
-            mask_wait_ms=sum([each.wait_ms for each in filled]) if filled else None,
-            forced=[*forced.items()],
-            grammar_failures=[found for each in filled for found in each.failures.items()],
-            state_sizes=outcome.state_sizes,
-            embeddings=embedded.vectors,
-            embedding_ms=embedded.ms,
-            embedding_bytes=embedded.n_bytes,
-            embedding_failure=embedded.failure,
-            verify_ms=outcome.verify_ms,
-        )
+                forced = self._matchers.forced_after(states_after(inputs, sampled.tokens, self._info.eog_ids))
+            results.add(call, sampled, decoded, None if masks is None else masks.filled, forced)
+        return results.output()
 
     def _divided(self, calls: Sequence[Sequence[StepInput]]) -> list[Sequence[StepInput]]:
         """The calls of ``llama_decode`` that ``calls`` take, in their order."""
@@ -581,41 +540,19 @@ class LlamaEngine:
         self._context.synchronize()
         self._device_times[decodes] = time.perf_counter() - launched, rows
 
-    def _late_rows(
-        self, step: Step[StepInput], inputs: Sequence[StepInput], callbacks: StepCallbacks | None
-    ) -> dict[int, int | None]:
-        """For each row of logits with a controller's late mask, the row of the mask; ``None`` if the mask has not come."""
-        if self.late_masks is None and not step.mask_timeout_ms:
-            return {}
-        keys = [sample.late_mask for each in inputs for sample in each.samples]
-        late = {at: key for at, key in enumerate(keys) if key is not None}
-        if not late:
-            return {}
-        ready = (
-            callbacks.wait_for_masks(step.number, step.mask_timeout_ms)
-            if callbacks is not None and self.late_masks is not None
-            else None
-        )
-        rows = {} if ready is None else ready.rows
-        return {at: rows.get(key) for at, key in late.items()}
-
-    def _sample(
-        self, call: Call, call_masks: _CallMasks
-    ) -> tuple[list[int], list[TokenLogprobs | None], dict[int, float]]:
-        """A token for each sample of ``call``, its log-probabilities where they are wanted, and what mirostat changes, by row.
-
-        There are no log-probabilities at all where nobody asks.
-        """
+    def _sample(self, call: Call, masks: CallMasks | None) -> SampledCall:
+        """Sample what ``call`` wants."""
         samples = call.samples
         logits = self._context.logits(len(samples)).array
         rows = Rows(call.params, [each.n_before for each in samples])
-        if call.are_plain and call_masks.pending is None and not call_masks.late_rows:
-            return self._sampling.sample(logits, rows).tolist(), [], {}
+        if call.are_plain and masks is None:
+            sampled = self._sampling.sample(logits, rows)
+            return SampledCall(sampled.tolist(), (), {}, self._sampling.copied_logits_rows)
         with_logprobs = [row for row, sample in enumerate(samples) if sample.logprobs is not None]
         raw = logits[with_logprobs] if with_logprobs else None  # sampling overwrites the logits
-        late = call_masks.wait(logits, self.late_masks)
-        if call_masks.filled:
-            rows.grammar_masks = [call_masks.filled[0].masks.get(row) for row in range(len(samples))]
+        late = [] if masks is None else masks.wait(logits)
+        if masks is not None and masks.filled is not None:
+            rows.grammar_masks = [masks.filled.masks.get(row) for row in range(len(samples))]
         mus: dict[int, float] = {}
         rows.banned = [sample.banned for sample in samples]
         rows.biases = [sample.bias for sample in samples]
@@ -632,8 +569,7 @@ class LlamaEngine:
             found = compute_logprobs(raw, sampled[with_logprobs], wanted)
             for row, score in zip(with_logprobs, found, strict=True):
                 scores[row] = score
-        tokens: list[int] = sampled.tolist()
-        return tokens, scores, mus
+        return SampledCall(sampled.tolist(), scores, mus, self._sampling.copied_logits_rows + len(with_logprobs))
 
     def draft(self, inputs: Sequence[DraftInput], min_probability: float) -> Drafted:
         if self._drafter is None:
@@ -675,89 +611,12 @@ class LlamaEngine:
         self._owned.close()
 
 
-class Call:
-    """A call of ``llama_decode``, and what it samples.
-
-    Args:
-        inputs: at their positions.
-    """
-
-    def __init__(self, inputs: Sequence[StepInput]) -> None:
-        self.inputs = inputs
-        self.samples = [sample for each in inputs for sample in each.samples]
-        self.params = [each.params for each in self.samples]
-        self.are_plain = not [
-            each
-            for each in self.samples
-            if each.banned is not None
-            or each.bias is not None
-            or each.past is not None
-            or each.logprobs is not None
-            or each.params.mirostat
-        ]
-        """Whether logits, parameters and random numbers are all that the tokens depend on, masks aside, and all that is wanted
-        is tokens."""
-
-
-@attrs.define
-class _CallMasks:
-    """The masks of grammars and of controllers that restrict the samples of one call."""
-
-    pending: PendingMasks | None
-    """Masks of grammars that are being filled."""
-    timeout_ms: float
-    late_rows: Mapping[int, int | None]
-    """For each row of logits with a controller's late mask, the row of the mask; ``None`` if the mask has not come."""
-    filled: list[FilledMasks] = attrs.field(factory=list)
-    """The masks of grammars after ``wait``; at most one element."""
-
-    def wait(self, logits: npt.NDArray[np.float32], late_masks: Masks | None) -> list[int]:
-        """Wait for the masks of grammars, and add those of controllers to ``logits``; returns the rows whose mask is late."""
-        late: list[int] = []
-        if self.pending is not None:
-            self.filled.append(self.pending.wait(self.timeout_ms))
-            late += self.filled[0].late
-        for at, row in self.late_rows.items():
-            if row is None:
-                late.append(at)
-            elif late_masks is not None:
-                late_masks.add_to(logits[at], row)
-        return late
-
-
 def _without_samples_first(calls: list[Sequence[StepInput]]) -> list[Sequence[StepInput]]:
     """``calls`` in an order in which the device need not wait between those that nobody samples from."""
     seq_ids = [each.seq_id for inputs in calls for each in inputs]
     if len(calls) < 2 or len({*seq_ids}) < len(seq_ids):  # a sequence's rows keep their order
         return calls
     return sorted(calls, key=lambda inputs: any(each.samples for each in inputs))
-
-
-def _constrained(inputs: Sequence[StepInput]) -> list[tuple[int, int, GrammarState, Sequence[int]]]:
-    """Inputs that sample by a grammar: sequence, row of the first sample, state before it, drafts between the samples."""
-    if not [each for each in inputs if each.grammar is not None]:
-        return []
-    found = []
-    row = 0
-    for each in inputs:
-        n = len(each.samples)
-        if n and each.grammar is not None:
-            found.append((each.seq_id, row, each.grammar, each.tokens[-n:][1:]))
-        row += n
-    return found
-
-
-def _states_after(
-    inputs: Sequence[StepInput], sampled: Sequence[int], end_ids: Sequence[int]
-) -> list[tuple[int, GrammarState]]:
-    """Sequences with a grammar that go on, and their grammars after the tokens that were sampled and accepted."""
-    found = []
-    for seq_id, row, grammar, drafts in _constrained(inputs):
-        tokens = sampled[row : row + 1 + len(drafts)]
-        accepted = next((n for n, draft in enumerate(drafts) if tokens[n] != draft), len(drafts)) + 1
-        if tokens[accepted - 1] >= 0 and tokens[accepted - 1] not in end_ids:
-            found.append((seq_id, grammar.after(tokens[:accepted])))
-    return found
 
 
 def _add(batch: llama_abi.Batch, each: StepInput) -> None:

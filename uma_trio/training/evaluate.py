@@ -9,17 +9,18 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
 from uma_trio import config
-from uma_trio.engine.llama import Call, LlamaEngine
+from uma_trio.engine.call import Call, SampledCall
+from uma_trio.engine.call_masks import CallMasks
+from uma_trio.engine.llama import LlamaEngine
 from uma_trio.engine_link.kv_ops import Truncate
 from uma_trio.engine_link.messages import SampleRequest, Step, StepInput
-from uma_trio.engine_link.sampling import SamplingParams, TokenLogprobs
+from uma_trio.engine_link.sampling import SamplingParams
 from uma_trio.training.chat import segments
 from uma_trio.training.corpus import Question
 from uma_trio.training.sample import Sample
@@ -33,10 +34,10 @@ class WatchedEngine(LlamaEngine):
 
     margins: list[float]
 
-    def _sample(self, call: Call, *late: Any) -> tuple[list[int], list[TokenLogprobs | None], dict[int, float]]:
+    def _sample(self, call: Call, masks: CallMasks | None) -> SampledCall:
         second, best = np.partition(self._context.logits(len(call.samples)).array, -2, axis=-1)[:, -2:].T
         self.margins.extend((best - second).tolist())
-        return super()._sample(call, *late)
+        return super()._sample(call, masks)
 
 
 @attrs.frozen
