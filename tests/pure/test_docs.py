@@ -492,7 +492,7 @@ def parameters_in_markdown() -> str:
         kind = "integer, " if row.type is int else ""
         low = f"{row.bounds['ge']:g}" if "ge" in row.bounds else f"above {row.bounds['gt']:g}, up"
         key = f"`{row.gguf.removeprefix('general.sampling.')}`" if row.gguf else ""
-        elsewhere = [f"is `{row.llama}`"] if row.llama else []
+        elsewhere = [f"is `{name}`" for name in row.names_in("llama-server") if name != row.name]
         elsewhere += [f"-1 is {row.minus_one:g}"] if row.minus_one != -1 else []
         others = f" In llama-server and Ollama {' and '.join(elsewhere)}." if elsewhere else ""
         values = in_steps(**row.bounds) if "multiple_of" in row.bounds else f"{low} to {row.bounds['le']:.10g}"

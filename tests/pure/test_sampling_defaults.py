@@ -1,5 +1,6 @@
 """Sampling parameters that a request does not give: whose default counts."""
 
+import attrs
 import pytest
 
 from tests.support.cases import all_cases
@@ -89,3 +90,13 @@ def test_an_impossible_recommendation_is_left_out_and_named(text: str) -> None:
 def test_a_negative_count_means_all_tokens() -> None:
     found, _ = recommended({"general.sampling.top_k": "-1", "general.sampling.penalty_last_n": "-1"}.get)
     assert found == {"top_k": 0, "repeat_last_n": 4096}
+
+
+def test_a_new_api_has_all_parameters_and_may_rename_them() -> None:
+    [row] = [row for row in PARAMETERS if row.name == "repetition_penalty"]
+    assert row.names_in("new") == ("repetition_penalty",)
+    assert attrs.evolve(row, api_names={"new": ("penalty",)}).names_in("new") == ("penalty",)
+    assert (row.names_in("openai"), row.names_in("ollama")) == (
+        ("repetition_penalty", "repeat_penalty"),
+        ("repeat_penalty",),
+    )

@@ -55,9 +55,11 @@ class Field:
     flags: tuple[str, ...] = ()
     """Spellings of its flag.  A number that has one is in the form of the dashboard, too."""
     api_names: Mapping[str, tuple[str, ...]] = attrs.Factory(dict)
-    """Its names in each HTTP API that has it.  Of several names in a body the first one counts.
+    """Its names in each HTTP API that has it; of a sampling parameter where they differ from ``name``, as all APIs have all
+    parameters.  Of several names in a body the first one counts.
 
-    ``openai`` stands also for llama-server, ``responses`` for OpenAI's Responses, ``ollama`` for the options of Ollama's API.
+    ``openai`` stands also for requests of llama-server's API, ``llama-server`` for what that API reports, ``responses`` for
+    OpenAI's Responses, ``ollama`` for the options of Ollama's API.
     """
     minus_one: float | None = -1
     """What -1 stands for in other APIs and in model files; ``None``: that there is no value."""
@@ -83,7 +85,7 @@ class Field:
         return re.sub(r"\[([^][]+)\]\([^)]+\)", r"\1", text).replace("`", "")
 
     def names_in(self, dialect: str) -> tuple[str, ...]:
-        """Its names in bodies of a dialect; empty if the dialect has no such field, or one with a meaning of its own."""
+        """Its names in a dialect; empty if the dialect has no such field, or one with a meaning of its own."""
         return self.api_names.get(dialect, ())
 
     def from_client(self, value: Any) -> Any:
@@ -97,19 +99,11 @@ class Parameter(Field):
 
     short: str | None = None
     """A second spelling of the flag, that of llama.cpp's tools."""
-    llama: str | None = None
-    """Its name in the APIs of llama-server and Ollama, if they have another one."""
     gguf: str | None = None
     """Key with which a model file recommends a value.  Source: llama.h, ``LLAMA_MODEL_META_KEY_SAMPLING_*``."""
 
-    @property
-    def llama_name(self) -> str:
-        """Its name in the APIs of llama-server and Ollama."""
-        return self.llama or self.name
-
     def names_in(self, dialect: str) -> tuple[str, ...]:
-        """Its names in bodies of a dialect.  All dialects have all parameters."""
-        return (self.name,) if self.llama is None else (self.llama,) if dialect == "ollama" else (self.name, self.llama)
+        return self.api_names.get(dialect, (self.name,))
 
 
 def field(default: Any, help: str, *, row: Callable[..., Field] = Field, **rest: Any) -> Any:
@@ -362,7 +356,10 @@ class SamplingValues:
         "Divides positive logits, and multiplies negative ones, of the last repeat_last_n tokens. 1 is off.",
         between=(0.1, 10),
         short="--repeat-penalty",
-        llama="repeat_penalty",
+        api_names={
+            **dict.fromkeys(("openai", "responses", "anthropic"), ("repetition_penalty", "repeat_penalty")),
+            **dict.fromkeys(("llama-server", "ollama"), ("repeat_penalty",)),
+        },
         gguf="general.sampling.penalty_repeat",
     )
     repeat_last_n: int = parameter(

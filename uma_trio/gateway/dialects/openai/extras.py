@@ -211,7 +211,7 @@ def generation_settings(
     stop = known.get("stop") or []
     return {
         "seed": known.get("seed", ANY_SEED),
-        **{row.llama_name: known[row.name] for row in PARAMETERS if row.name in known},
+        **{name: known[row.name] for row in PARAMETERS for name in row.names_in("llama-server") if row.name in known},
         "dry_sequence_breakers": known.get("dry_sequence_breakers", DEFAULT_BREAKERS),
         "stop": [stop] if isinstance(stop, str) else stop,
         "max_tokens": n_predict,
