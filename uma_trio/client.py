@@ -465,8 +465,8 @@ class Client:
         Raises:
             ServerError: the daemon answered with an error.
         """
-        found = await self._ask_all({"type": "tokenize", "tokens": [*tokens], **fields}, TokenList)
-        return TokenList.joined(found).text or ""
+        parts = await self._ask_all({"type": "tokenize", "tokens": [*tokens], **fields}, TokenList)
+        return TokenList.joined(parts).text or ""
 
     async def models(self, **fields: Any) -> list[ModelDescription]:
         """Return what the daemon serves, the default model first; ``fields`` are those of a models query.
@@ -484,8 +484,10 @@ class Client:
         Raises:
             ServerError: the daemon answered with an error.
         """
-        [found] = (await self._ask({"type": "models", "action": action, "model": model, **fields}, ModelList)).models
-        return found
+        [description] = (
+            await self._ask({"type": "models", "action": action, "model": model, **fields}, ModelList)
+        ).models
+        return description
 
     async def health(self, **fields: Any) -> Health:
         """Return whether the daemon could serve another request now, and why not; ``fields`` are those of a health query.
@@ -507,7 +509,7 @@ class Client:
         """
         texts = [text if isinstance(text, str | list) else [*text] for text in input]
         events = await self._ask_all({"type": "embed", "input": texts, **fields}, Embeddings)
-        return attrs.evolve(events[-1], embeddings=[each for event in events for each in event.embeddings])
+        return attrs.evolve(events[-1], embeddings=[embedding for event in events for embedding in event.embeddings])
 
     async def rerank(self, query: str, documents: Sequence[str], **fields: Any) -> Ranking:
         """Rank documents by how well they answer ``query``, and return them with their scores, the best one first.
@@ -733,10 +735,10 @@ async def open_client(
         NoDaemon: no daemon can be reached there.
     """
     connector = Connector(path, wait_s=wait_s, now=anyio.current_time(), on_loading=on_loading)
-    while isinstance(found := connector.attempt(anyio.current_time()), float):  # noqa: ASYNC110 - a process starts
-        await anyio.sleep(found)
-    async with await open_stream(found) as connection:
-        passes_files = isinstance(connection, PassesFiles) and can_pass(found)
+    while isinstance(outcome := connector.attempt(anyio.current_time()), float):  # noqa: ASYNC110 - a process starts
+        await anyio.sleep(outcome)
+    async with await open_stream(outcome) as connection:
+        passes_files = isinstance(connection, PassesFiles) and can_pass(outcome)
         yield Client(connection, encoding=Encoding(encoding), principal=principal, passes_files=passes_files)
 
 

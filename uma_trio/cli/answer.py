@@ -143,8 +143,8 @@ def _table(scores: Sequence[Generated | Logprobs]) -> list[str]:
     ]
 
 
-def _alternatives(found: Sequence[Logprob]) -> str:
-    return "  ".join(f"{_percent(each.logprob)} {_quoted(each.bytes)}" for each in found)
+def _alternatives(tokens: Sequence[Logprob]) -> str:
+    return "  ".join(f"{_percent(token.logprob)} {_quoted(token.bytes)}" for token in tokens)
 
 
 def _quoted(data: Sequence[int]) -> str:

@@ -113,7 +113,7 @@ class MarkdownView:
 
         If the terminal became lower, it has scrolled some rows away.  Nothing can draw over them: they count as printed.
         """
-        rows = [max(1, math.ceil(each / width)) for each in self._drawn]
+        rows = [max(1, math.ceil(line_width / width)) for line_width in self._drawn]
         while sum(rows) >= height > 1:
             del rows[0]
             self._n_printed += 1

@@ -284,7 +284,7 @@ async def _stream(request: dict[str, Any], options: dict[str, Any]) -> int:
     if eos is not None and eos.session is not None and eos.session.turns == 1:
         await _say_who_has_it(eos.session.session_id, options["model"], socket)
     if eos is not None and eos.reason != "cancelled":
-        return INCOMPLETE if any(each.constraint_complete is False for each in ends) else OK
+        return INCOMPLETE if any(end.constraint_complete is False for end in ends) else OK
     click.echo("cancelled", err=True)
     return INTERRUPTED
 

@@ -100,18 +100,18 @@ async def _describe(id: str | None, action: str | None, as_json: bool, shows_all
         else:
             answers = await client.answers("delete" if action == "delete" else "cancel", answer_id=id)
     if as_json:
-        for each in answers:
-            fields: dict[str, Any] = {name: value for name, value in attrs.asdict(each).items() if value is not None}
+        for answer in answers:
+            fields: dict[str, Any] = {name: value for name, value in attrs.asdict(answer).items() if value is not None}
             click.echo(json.dumps(fields))
         return OK
 
-    def row(each: AnswerInfo) -> tuple[str, ...]:
-        return each.answer_id, each.state, str(each.events), when(each.created_at)
+    def row(answer: AnswerInfo) -> tuple[str, ...]:
+        return answer.answer_id, answer.state, str(answer.events), when(answer.created_at)
 
     if id is not None:
         note(f"{id} is deleted" if action == "delete" else f"{id} is {answers[0].state}")
     elif not answers:
         note("there are no detached answers; uma-trio ask --detach begins one")
-    elif shown := chosen_names(answers, lambda each: each.answer_id, shows_all=shows_all):
+    elif shown := chosen_names(answers, lambda answer: answer.answer_id, shows_all=shows_all):
         print_table([("ID", "STATE", "EVENTS", "BEGUN"), *map(row, shown)])
     return OK

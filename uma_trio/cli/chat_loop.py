@@ -237,7 +237,7 @@ class Chat:
         note(f"session {printable(name)}: {turns}, {info.tokens:,} tokens")
         if transcript.text is not None:
             note("it continues plain prompts, so it cannot continue a chat: begin another one")
-        messages = [as_fields(each) for each in transcript.messages]
+        messages = [as_fields(message) for message in transcript.messages]
         self._conversation.messages = messages
         if self._is_terminal and self._conversation.last_question is not None:
             note("> " + printable(self._conversation.last_question))
@@ -280,7 +280,7 @@ class Chat:
     def _attach(self, kind: Kind, name: str) -> None:
         files = self._conversation.files
         if not name:
-            files[:] = [each for each in files if each["type"] != kind]
+            files[:] = [file for file in files if file["type"] != kind]
             note(f"no {'picture' if kind == 'image' else 'sound'} goes with the next message")
             return
         try:
@@ -342,7 +342,7 @@ class Chat:
         more: dict[str, Any] = {}
         try:
             for name, value in zip(("temperature", "seed"), argument.split(), strict=False):
-                more |= {key: each for key, each in with_setting({}, name, value).items() if key == name}
+                more |= {key: setting for key, setting in with_setting({}, name, value).items() if key == name}
         except BadSetting as error:
             note(f"{error}; try /retry 0.8, or with a seed /retry 0.8 7")
             return
@@ -445,10 +445,10 @@ class Chat:
         Returns:
             The end of the answer; ``None`` if there is none.
         """
-        found = self._turn({**self._fields, **fields}, keep, remedy)
+        eos = self._turn({**self._fields, **fields}, keep, remedy)
         if self._is_terminal:
             click.echo(err=True)
-        return found
+        return eos
 
     def _turn(self, request: dict[str, Any], keep: Callable[..., None], remedy: str) -> Eos | None:
         view = self._view()
@@ -571,8 +571,8 @@ class Chat:
     # -- queries --------------------------------------------------------------------------------
 
     def _query(self, question: Callable[[Client], Awaitable[T]]) -> T:
-        found: T = run(asked, self._socket, question)
-        return found
+        answer: T = run(asked, self._socket, question)
+        return answer
 
     def _description(self) -> ModelDescription:
         """The model that answers."""
@@ -595,5 +595,5 @@ def _problem(line: str) -> str | None:
 
 def _restarts(snapshot: Mapping[str, Any]) -> int:
     """Restarts of the engines of all models that are loaded."""
-    models = [snapshot, *(each.get("metrics", {}) for each in snapshot.get("models", {}).values())]
-    return sum([each["engine"]["restarts_total"] for each in models if "engine" in each])
+    models = [snapshot, *(model.get("metrics", {}) for model in snapshot.get("models", {}).values())]
+    return sum([model["engine"]["restarts_total"] for model in models if "engine" in model])

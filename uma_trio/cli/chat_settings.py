@@ -67,7 +67,7 @@ def with_setting(fields: Mapping[str, Any], name: str, value: str) -> dict[str, 
         hint = f"did you mean {near[0]}?" if near else f"there are system, {', '.join(sorted(PARAMETERS))}"
         raise BadSetting(f"there is no setting {name}; {hint}")
     field = FIELDS.get(parameter.name, parameter.name)
-    kept = {key: each for key, each in fields.items() if key != field}
+    kept = {key: set_value for key, set_value in fields.items() if key != field}
     if value.lower() in OFF:
         return kept
     if isinstance(parameter, click.Option) and parameter.is_flag:

@@ -113,11 +113,11 @@ def tag(controller: str, names: tuple[str, ...], as_json: bool, socket: str | No
         module_id = controller
         if not MODULE_ID.fullmatch(controller):
             tags = await client.controller_tags(keep_alive=True)
-            found = {each.module_id for each in tags if each.tag == controller}
-            if not found:
-                there = ", ".join(sorted(each.tag for each in tags)) or "none"
+            module_ids = {listed.module_id for listed in tags if listed.tag == controller}
+            if not module_ids:
+                there = ", ".join(sorted(listed.tag for listed in tags)) or "none"
                 raise click.UsageError(f"no controller has the tag {controller}; tags are: {there}")
-            module_id = found.pop()
+            module_id = module_ids.pop()
         return await client.tag_controller(module_id, names)
 
     _print(_run(socket, do), as_json)
@@ -323,16 +323,16 @@ def _run(socket: str | None, do: Callable[[Client], Awaitable[T]]) -> T:
 
     with reporting_errors("controllers", socket):
         run_trio(say_which_daemon, "controllers", socket)
-        found: T = run_trio(asked, socket, do)
-    return found
+        result: T = run_trio(asked, socket, do)
+    return result
 
 
 def _print(tags: Sequence[ControllerTag], as_json: bool) -> None:
     if as_json:
         import attrs
 
-        for each in tags:
-            click.echo(json.dumps(attrs.asdict(each)))
+        for controller_tag in tags:
+            click.echo(json.dumps(attrs.asdict(controller_tag)))
         return
     if not tags:
         click.echo("no controllers yet; store one with: uma-trio controllers upload FILE --tag NAME")
@@ -340,13 +340,13 @@ def _print(tags: Sequence[ControllerTag], as_json: bool) -> None:
     rows = [("TAG", "MODULE", "SIZE", "SET", "BY")]
     rows += [
         (
-            each.tag,
-            each.module_id[:SHOWN_ID_CHARACTERS],
-            _kib(each.wasm_size),
-            when(each.updated_at) if each.updated_at else "-",
-            each.updated_by,
+            controller_tag.tag,
+            controller_tag.module_id[:SHOWN_ID_CHARACTERS],
+            _kib(controller_tag.wasm_size),
+            when(controller_tag.updated_at) if controller_tag.updated_at else "-",
+            controller_tag.updated_by,
         )
-        for each in tags
+        for controller_tag in tags
     ]
     print_table(rows)
 
@@ -355,8 +355,8 @@ def _print_modules(modules: Sequence[ControllerModule], as_json: bool) -> None:
     if as_json:
         import attrs
 
-        for each in modules:
-            click.echo(json.dumps(attrs.asdict(each)))
+        for module in modules:
+            click.echo(json.dumps(attrs.asdict(module)))
         return
     if not modules:
         click.echo("no modules are stored; store one with: uma-trio controllers upload FILE --tag NAME")
@@ -365,15 +365,15 @@ def _print_modules(modules: Sequence[ControllerModule], as_json: bool) -> None:
     rows += [
         (
             *(
-                each.module_id,
-                each.owner,
-                _kib(each.wasm_size),
-                _kib(each.compiled_size),
-                when(each.used_at) if each.used_at else "-",
+                module.module_id,
+                module.owner,
+                _kib(module.wasm_size),
+                _kib(module.compiled_size),
+                when(module.used_at) if module.used_at else "-",
             ),
-            ", ".join(each.tags),
+            ", ".join(module.tags),
         )
-        for each in modules
+        for module in modules
     ]
     print_table(rows)
 

@@ -22,12 +22,12 @@ FILES: Final = {"image": "[picture]", "audio": "[sound]"}
 
 def text_of(content: str | Sequence[Part]) -> str:
     """The text of a message's content, without its files."""
-    return content if isinstance(content, str) else "".join([each.get("text") or "" for each in content])
+    return content if isinstance(content, str) else "".join([part.get("text") or "" for part in content])
 
 
 def files_of(content: str | Sequence[Part]) -> list[Part]:
     """The pictures and sounds of a message's content."""
-    return [] if isinstance(content, str) else [each for each in content if each["type"] in FILES]
+    return [] if isinstance(content, str) else [part for part in content if part["type"] in FILES]
 
 
 @attrs.define
@@ -149,8 +149,8 @@ def _content(message: ChatMessage) -> str | list[Part]:
     if not message.n_pictures or not isinstance(message.content, list):
         return message.text
     return [
-        {"type": each.type, **({"text": each.text} if each.data is None else {"data": each.data})}
-        for each in message.content
+        {"type": part.type, **({"text": part.text} if part.data is None else {"data": part.data})}
+        for part in message.content
     ]
 
 
@@ -166,14 +166,15 @@ def as_markdown(messages: Sequence[Message]) -> str:
     """The messages as a Markdown page with one section a message; reasoning is folded away."""
     return (
         "\n\n".join(
-            f"## {each['role']}\n\n{_folded(each)}{_content_text(each['content'])}{_calls(each)}" for each in messages
+            f"## {message['role']}\n\n{_folded(message)}{_content_text(message['content'])}{_calls(message)}"
+            for message in messages
         )
         + "\n"
     )
 
 
 def _content_text(content: str | Sequence[Part]) -> str:
-    return "\n\n".join([*[FILES[each["type"]] for each in files_of(content)], text_of(content)])
+    return "\n\n".join([*[FILES[file["type"]] for file in files_of(content)], text_of(content)])
 
 
 def _calls(message: Message) -> str:

@@ -87,10 +87,10 @@ class Number(click.FloatRange):
     """A number in a range.  Refuses ``nan``, which no comparison with a bound rejects."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        found = super().convert(value, param, ctx)
-        if math.isnan(found):
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
             self.fail(f"{value} is not a number", param, ctx)
-        return found
+        return number
 
 
 def check_arguments(command: click.Command) -> None:

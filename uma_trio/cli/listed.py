@@ -24,7 +24,7 @@ def chosen_names(items: Sequence[T], name_of: Callable[[T], str], *, shows_all: 
     """``items`` without stored responses, whose number is printed to stderr; all with ``shows_all``."""
     if shows_all:
         return items
-    found = [each for each in items if not STORED_RESPONSE.fullmatch(name_of(each))]
-    if n_hidden := len(items) - len(found):
+    shown = [item for item in items if not STORED_RESPONSE.fullmatch(name_of(item))]
+    if n_hidden := len(items) - len(shown):
         note(f"not listed: {n_hidden:,} stored responses of OpenAI's API; --all lists them")
-    return found
+    return shown

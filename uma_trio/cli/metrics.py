@@ -108,13 +108,13 @@ def _show_all(urls: Sequence[str], key_file: Path | None, as_json: bool) -> None
         raise click.UsageError(f"--key-file {key_file}: {error}") from None
     daemons = run(ask_all, urls, key, ANSWER_S)
     if as_json:
-        for each in daemons:
-            click.echo(json.dumps({"url": each.url, "load": each.load, "reason": each.reason}))
+        for daemon in daemons:
+            click.echo(json.dumps({"url": daemon.url, "load": daemon.load, "reason": daemon.reason}))
     else:
         print_table(table(daemons))
-    silent = [each for each in daemons if each.load is None]
-    for each in silent:
-        click.echo(f"uma-trio metrics: {each.url}: {each.reason}", err=True)
+    silent = [daemon for daemon in daemons if daemon.load is None]
+    for daemon in silent:
+        click.echo(f"uma-trio metrics: {daemon.url}: {daemon.reason}", err=True)
     if silent:
         sys.exit(SERVER_ERROR)
 
@@ -160,7 +160,7 @@ def _of_model(snapshot: dict[str, Any], model: str | None) -> dict[str, Any]:
         return snapshot
     metrics = (snapshot.get("models", {}).get(model) or {}).get("metrics")
     if metrics is None:
-        loaded = [name for name, each in snapshot.get("models", {}).items() if each.get("state") == "ready"]
+        loaded = [name for name, served in snapshot.get("models", {}).items() if served.get("state") == "ready"]
         raise ClientError(f"no model {model} is loaded; loaded are {', '.join(loaded)}")
     return {**snapshot, **metrics, "model": model}
 

@@ -36,11 +36,11 @@ class DaemonLoad:
 
 def table(daemons: Sequence[DaemonLoad]) -> list[tuple[str, ...]]:
     """The lines of the table.  The last one has the sums of those that answered."""
-    loads = [each.load for each in daemons if each.load is not None]
+    loads = [daemon.load for daemon in daemons if daemon.load is not None]
     rows: list[tuple[str, ...]] = [HEADER]
-    for each in daemons:
-        cells = ["-"] * (len(HEADER) - 1) if each.load is None else _cells(each.load, each.load)
-        rows.append((each.url, *cells))
+    for daemon in daemons:
+        cells = ["-"] * (len(HEADER) - 1) if daemon.load is None else _cells(daemon.load, daemon.load)
+        rows.append((daemon.url, *cells))
     sums = {name: sum(load[name] for load in loads) for name in SUMS}
     rows.append((f"{ALL} {len(loads)} of {len(daemons)}", *_cells(sums, {})))
     return rows

@@ -42,9 +42,9 @@ def table(snapshot: Mapping[str, Any]) -> list[str]:
     groups[OTHER] = [name for name in snapshot if name not in METRICS]
     lines: list[str] = []
     for title, names in groups.items():
-        found = [pair for name in names if name in snapshot for pair in _flat(name, snapshot[name])]
-        if found:
-            lines += ["", title, *(f"  {name:<34} {_value_text(name, value)}" for name, value in found)]
+        pairs = [pair for name in names if name in snapshot for pair in _flat(name, snapshot[name])]
+        if pairs:
+            lines += ["", title, *(f"  {name:<34} {_value_text(name, value)}" for name, value in pairs)]
     return lines[1:]
 
 
@@ -265,7 +265,7 @@ def screen(samples: Sequence[Sample], *, notice: str, interval_s: float, width: 
 
 def _header(now: Sample, interval_s: float, width: int) -> Text:
     left = Text(f"{now.get('model')}", style="bold")
-    loaded = [each for each in (now.get("models") or {}).values() if each.get("state") == "ready"]
+    loaded = [model for model in (now.get("models") or {}).values() if model.get("state") == "ready"]
     if len(loaded) > 1:
         left.append(f"  one of {len(loaded)} models, see --model", style="dim")
     left.append(f"  up {_duration(now.get('uptime_s') or 0)}", style="dim")

@@ -77,8 +77,8 @@ def located(config: Config, *, may_pull: bool) -> Config:
         model = attrs.evolve(model, draft_model=str(draft.path))
     model = attrs.evolve(model, adapters=_located_adapters(model.adapters, places, may_pull=may_pull))
     if model.model is not None and not config.models:
-        found = locate(model.model, places, may_pull=may_pull)
-        model = attrs.evolve(model, model=str(found.path), alias=model.alias or found.name)
+        here = locate(model.model, places, may_pull=may_pull)
+        model = attrs.evolve(model, model=str(here.path), alias=model.alias or here.name)
     models = _located_entries(config.models, places, may_pull=may_pull)
     return attrs.evolve(config, model=model, models=models)
 
@@ -94,10 +94,10 @@ def _located_entries(
     for entry in entries:
         model = locate(entry.model, places, may_pull=may_pull)
         name = bare_name(entry.name or model.name)
-        for each in (name, *entry.alias):
-            if each in taken:
-                raise ConfigError(f"two models are called {each}; give them different names in the list models")
-            taken.add(each)
+        for called in (name, *entry.alias):
+            if called in taken:
+                raise ConfigError(f"two models are called {called}; give them different names in the list models")
+            taken.add(called)
         settings = dict(entry.settings)
         if settings.get("draft_model") is not None:
             settings["draft_model"] = str(locate(settings["draft_model"], places, may_pull=may_pull).path)
@@ -110,10 +110,10 @@ def _located_entries(
 def _located_adapters(adapters: Sequence[Adapter], places: ModelLocations, *, may_pull: bool) -> tuple[Adapter, ...]:
     return tuple(
         [
-            each
-            if os.path.exists(os.path.expanduser(each.path))
-            else attrs.evolve(each, path=str(locate(each.path, places, may_pull=may_pull).path))
-            for each in adapters
+            adapter
+            if os.path.exists(os.path.expanduser(adapter.path))
+            else attrs.evolve(adapter, path=str(locate(adapter.path, places, may_pull=may_pull).path))
+            for adapter in adapters
         ]
     )
 
@@ -137,5 +137,5 @@ def locate(name: str, places: ModelLocations, *, may_pull: bool) -> LocatedModel
         from uma_trio.cli.run_trio import run, until_interrupted
 
         with pull_view() as view:
-            found: LocatedModel = run(until_interrupted, lambda: find_or_pull(name, places, view))
-            return found
+            pulled: LocatedModel = run(until_interrupted, lambda: find_or_pull(name, places, view))
+            return pulled

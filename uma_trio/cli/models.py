@@ -85,7 +85,7 @@ def show(model: str, as_json: bool) -> None:
 
         places = _places()
         located = find_here(model, places)
-        installed = next((each for each in _all(places) if each.path == located.path), None)
+        installed = next((candidate for candidate in _all(places) if candidate.path == located.path), None)
         with explained(located.path):
             summary = check_gguf(located.path)
             header = read_header(located.path)
@@ -96,7 +96,7 @@ def show(model: str, as_json: bool) -> None:
         "size_bytes": summary.size_bytes,
         "origin": None if installed is None else installed.origin,
         "source": None if installed is None else installed.source,
-        "sha256": [] if installed is None else [each for each in installed.hashes if each is not None],
+        "sha256": [] if installed is None else [digest for digest in installed.hashes if digest is not None],
         "architecture": summary.architecture,
         "purpose": summary.purpose,
         "quantization": _quantization(located.path) if installed is None else installed.quantization,
@@ -113,7 +113,7 @@ def show(model: str, as_json: bool) -> None:
     metadata: dict[str, Any] = header.values
     rows = [
         ("name", shown["name"]),
-        *(("file", each) for each in files),
+        *(("file", file) for file in files),
         ("size", format_bytes(summary.size_bytes)),
         ("kept by", shown["origin"]),
         ("from", shown["source"]),
@@ -284,7 +284,7 @@ def _list(as_json: bool) -> None:
     if rows:
         table = [("NAME", "SIZE", "QUANTIZATION", "CONTEXT", "KEPT BY", "STATE", "NOTES")]
         for row in rows:
-            notes = [f"alias {each}" for each in row["aliases"]]
+            notes = [f"alias {name}" for name in row["aliases"]]
             notes += [row["problem"]] if row["problem"] else []
             context = f"{row['context_length']:,}" if row["context_length"] else ""
             table.append(
@@ -302,7 +302,7 @@ def _list(as_json: bool) -> None:
     if all(row["origin"] == "the package" for row in rows) and not unfinished:
         click.echo("download another model with: uma-trio pull Qwen/Qwen3-0.6B-GGUF", err=True)
     for state, n_bytes in unfinished:
-        total = None if None in state.sizes else sum(each or 0 for each in state.sizes)
+        total = None if None in state.sizes else sum(size or 0 for size in state.sizes)
         of = "" if total is None else f" of {format_bytes(total)}"
         click.echo(
             f"not complete: {state.name}, {format_bytes(n_bytes)}{of}; uma-trio pull {state.name} goes on", err=True
@@ -368,9 +368,9 @@ def _manage(action: str, model: str, socket: Path | None) -> None:
         fail("models", f"the daemon is not done after {MANAGE_S:g} s, and goes on")
     if answer["event"] == "error":
         fail("models", f"{answer['code']}: {answer['message']}")
-    for found in answer["models"]:
-        took = f", {found['memory_bytes'] / 1e6:,.0f} MB" if found.get("memory_bytes") else ""
-        click.echo(f"{found['name']} is {found['state']}{took}", err=True)
+    for description in answer["models"]:
+        took = f", {description['memory_bytes'] / 1e6:,.0f} MB" if description.get("memory_bytes") else ""
+        click.echo(f"{description['name']} is {description['state']}{took}", err=True)
 
 
 def _served() -> list[str]:

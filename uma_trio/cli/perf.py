@@ -75,8 +75,8 @@ def report(files: tuple[Path, ...], number: int | None, as_json: bool, plot: Pat
         _plot(run, plot)
     from uma_trio.telemetry.perf_summary import summarise
 
-    found = {**which, **summarise(run)}
-    click.echo(json.dumps(found, indent=2) if as_json else "\n".join(_lines(found)))
+    summary = {**which, **summarise(run)}
+    click.echo(json.dumps(summary, indent=2) if as_json else "\n".join(_lines(summary)))
 
 
 @command.command("explain", short_help="Where the time went, by cause, and what would make it less.")
@@ -110,8 +110,8 @@ def explain(files: tuple[Path, ...], number: int | None, as_json: bool) -> None:
         )
     from uma_trio.telemetry.perf_causes import explain as explained
 
-    found = {**which, "model": run.header.model, **explained(run)}
-    click.echo(json.dumps(found, indent=2) if as_json else "\n".join(_causes(found)))
+    explanation = {**which, "model": run.header.model, **explained(run)}
+    click.echo(json.dumps(explanation, indent=2) if as_json else "\n".join(_causes(explanation)))
 
 
 def _run(files: Sequence[Path], number: int | None) -> tuple[Run, dict[str, int]]:
@@ -167,9 +167,9 @@ def _plot(run: Run, target: Path) -> None:
         fail("perf", f"cannot write {target}: {getattr(error, 'strerror', None) or error}", SERVER_ERROR)
 
 
-def _lines(found: dict[str, Any]) -> Iterator[str]:
+def _lines(figures: dict[str, Any]) -> Iterator[str]:
     """Numbers as lines. Objects and lists of objects as tables."""
-    for name, value in found.items():
+    for name, value in figures.items():
         if not isinstance(value, dict | list):
             yield f"{name:<24} {_text(value)}"
         elif not value:
@@ -181,7 +181,7 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
             yield from _table("", [[name, *columns], *[[row, *cells.values()] for row, cells in value.items()]])
         else:
             yield f"\n{name}"
-            yield from (f"  {key:<22} {_text(each)}" for key, each in value.items() if not isinstance(each, dict))
+            yield from (f"  {key:<22} {_text(figure)}" for key, figure in value.items() if not isinstance(figure, dict))
 
 
 def _causes(explanation: dict[str, Any]) -> Iterator[str]:
@@ -193,11 +193,11 @@ def _causes(explanation: dict[str, Any]) -> Iterator[str]:
     if best["decode_streams"] is not None:
         yield f"best_decode              {best['decode_tokens_per_s']:,} tokens/s, {best['decode_streams']} streams"
     for kind, title in (("work", "work at the best speed"), ("lost", "lost"), ("none", "no work")):
-        causes = [each for each in explanation["causes"] if each["kind"] == kind and each["seconds"] > 0]
-        seconds, share = (sum(each[field] for each in causes) for field in ("seconds", "share"))
+        causes = [cause for cause in explanation["causes"] if cause["kind"] == kind and cause["seconds"] > 0]
+        seconds, share = (sum(cause[field] for cause in causes) for field in ("seconds", "share"))
         yield f"\n{title:<22} {seconds:>9,.3f} s {share:>6.1%}"
-        for each in sorted(causes, key=lambda each: -each["seconds"]):
-            yield f"  {each['cause']:<20} {each['seconds']:>9,.3f} s {each['share']:>6.1%}  {each['remedy']}"
+        for cause in sorted(causes, key=lambda cause: -cause["seconds"]):
+            yield f"  {cause['cause']:<20} {cause['seconds']:>9,.3f} s {cause['share']:>6.1%}  {cause['remedy']}"
 
 
 def _table(title: str, rows: list[list[Any]]) -> Iterator[str]:

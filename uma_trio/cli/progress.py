@@ -130,7 +130,7 @@ async def _show_load(name: str, socket: str | Path | None) -> None:
     with ProgressBar() as bar:
         while True:
             async with open_client(socket) as client:
-                [found] = await client.models(model=name)
-            if found.progress is not None:
-                bar.load(found.name, found.state, found.progress)
+                [description] = await client.models(model=name)
+            if description.progress is not None:
+                bar.load(description.name, description.state, description.progress)
             await trio.sleep(POLL_S)

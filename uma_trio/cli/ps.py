@@ -90,7 +90,7 @@ def rows(models: Sequence[Mapping[str, Any]], snapshot: Mapping[str, Any]) -> li
         if model["state"] not in IN_MEMORY:
             continue
         kv, is_ready = metrics.get("kv", {}), model["state"] == "ready"
-        weights = {name: each["weights_bytes"] for name, each in metrics.get("devices", {}).items()}
+        weights = {name: device["weights_bytes"] for name, device in metrics.get("devices", {}).items()}
         rows.append(
             {
                 "name": model["name"],
@@ -99,13 +99,15 @@ def rows(models: Sequence[Mapping[str, Any]], snapshot: Mapping[str, Any]) -> li
                 "progress": model.get("progress") if model["state"] == "loading" else None,
                 "reason": model.get("reason"),
                 "memory_bytes": model.get("memory_bytes"),
-                "devices": {name: each for name, each in weights.items() if each},
+                "devices": {name: weight for name, weight in weights.items() if weight},
                 "kv_cells": kv.get("cells") if is_ready else None,
                 "kv_cells_used": kv.get("cells_used") if is_ready else None,
                 "kv_cells_reserved": kv.get("cells_reserved") if is_ready else None,
                 "requests": count.get("in_use", 0),
                 "waiting": count.get("waiting", 0),
-                "users": sorted(name for name, each in metrics.get("principals", {}).items() if any(each.values())),
+                "users": sorted(
+                    name for name, figures in metrics.get("principals", {}).items() if any(figures.values())
+                ),
                 "idle_s": count.get("idle_s"),
                 "unloads_in_s": model.get("unloads_in_s"),
                 "pinned": model.get("pinned", False),

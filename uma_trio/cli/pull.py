@@ -63,11 +63,11 @@ def command(model: str, sha256: str | None, offline: bool, models_dir: Path | No
         places = model_locations_of_environment()
         folder = places.folder if models_dir is None else models_dir
         places = attrs.evolve(places, folder=folder, is_offline=places.is_offline or offline)
-        found = _pull(model, sha256, places, quiet=quiet)
+        pulled = _pull(model, sha256, places, quiet=quiet)
     except (ErrorWithRemedy, config.ConfigError) as error:
         click.echo(f"uma-trio pull: {error}", err=True)
         sys.exit(FAILED)
-    _print(found, as_json)
+    _print(pulled, as_json)
 
 
 def _pull(text: str, sha256: str | None, places: ModelLocations, *, quiet: bool) -> dict[str, Any]:
@@ -134,10 +134,10 @@ def suggesting(text: str, places: ModelLocations) -> Iterator[None]:
             )
             raise NotInstalled(error.reason, f"{hint}; or {EXAMPLES}") from None
         try:
-            found = run(Puller(places, View()).suggest, text)
+            similar = run(Puller(places, View()).suggest, text)
         except HubError as unreachable:
             raise NotInstalled(f"{error.reason}, and {unreachable.reason}", unreachable.remedy) from None
-        there = f"the hub has {', '.join(found)}; take one of them" if found else f"{error.remedy}; {EXAMPLES}"
+        there = f"the hub has {', '.join(similar)}; take one of them" if similar else f"{error.remedy}; {EXAMPLES}"
         raise NotInstalled(error.reason, there) from None
 
 

@@ -47,8 +47,8 @@ class View(PullReporter):
     def progress(self, number: int, done: int, size: int | None) -> None:
         is_first = self._done[number] is None
         self._done[number], self._sizes[number] = done, size
-        all_done = sum(each or 0 for each in self._done)
-        total = None if None in self._sizes else sum(each or 0 for each in self._sizes)
+        all_done = sum(n_bytes or 0 for n_bytes in self._done)
+        total = None if None in self._sizes else sum(n_bytes or 0 for n_bytes in self._sizes)
         if is_first and self._name is not None:
             self._shown.start(self._name, all_done, total)
         else:

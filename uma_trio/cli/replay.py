@@ -75,9 +75,9 @@ def command(id: str, logs: Sequence[Path], request: Path | None, socket: str | N
     again = _wait_for(name, logs, WAIT_S)
     if again is None:
         _fail(f"the replay {name} is in none of these logs: the daemon that answers writes another one")
-    found = compare(logged, again)
-    click.echo("\n".join(in_words(found)))
-    sys.exit(OK if found.equal else INCOMPLETE)
+    comparison = compare(logged, again)
+    click.echo("\n".join(in_words(comparison)))
+    sys.exit(OK if comparison.equal else INCOMPLETE)
 
 
 def _wait_for(id: str, logs: Sequence[Path], wait_s: float) -> Logged | None:
@@ -85,9 +85,9 @@ def _wait_for(id: str, logs: Sequence[Path], wait_s: float) -> Logged | None:
     from uma_trio.telemetry.replays import find
 
     until = time.monotonic() + wait_s
-    while (found := find(read_logs(logs), id)) is None and time.monotonic() < until:
+    while (logged := find(read_logs(logs), id)) is None and time.monotonic() < until:
         time.sleep(0.2)
-    return found
+    return logged
 
 
 def _end_of(logged: Logged) -> datetime.datetime:

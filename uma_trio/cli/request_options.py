@@ -36,7 +36,7 @@ def fields_of(options: dict[str, Any]) -> dict[str, Any]:
     if (constraint := constraint_of(options)) is not None:
         fields["constraint"] = constraint
     if options["adapter"]:
-        fields["adapters"] = [_adapter(each) for each in options["adapter"]]
+        fields["adapters"] = [_adapter(adapter) for adapter in options["adapter"]]
     if options["priority"]:
         fields["slo"] = {"priority": options["priority"]}
     return fields
@@ -64,14 +64,14 @@ def not_empty(_: click.Context, __: click.Parameter, given: Any) -> Any:
 def _biases(given: tuple[str, ...]) -> dict[str, float] | None:
     """Parse ``ID=BIAS`` into the protocol's map.  The daemon checks the bounds."""
     biases = {}
-    for each in given:
-        token, _, bias = each.partition("=")
+    for pair in given:
+        token, _, bias = pair.partition("=")
         try:
             biases[str(int(token))] = float(bias)
         except ValueError:
-            raise click.BadParameter(f"{each!r} is not ID=BIAS, such as 612=-100") from None
+            raise click.BadParameter(f"{pair!r} is not ID=BIAS, such as 612=-100") from None
         if not math.isfinite(biases[str(int(token))]):
-            raise click.BadParameter(f"{each!r}: a bias must be a finite number")
+            raise click.BadParameter(f"{pair!r}: a bias must be a finite number")
     return biases or None
 
 
@@ -182,10 +182,10 @@ def tool_fields(options: dict[str, Any]) -> dict[str, Any]:
 
 def _tools(file: Path) -> list[dict[str, Any]]:
     try:
-        found = json.loads(read_given(file, "--tools"))
+        content = json.loads(read_given(file, "--tools"))
     except ValueError as error:
         raise click.UsageError(f"--tools: {file} is not valid JSON: {error}") from None
-    tools = found.get("tools") if isinstance(found, dict) else found
+    tools = content.get("tools") if isinstance(content, dict) else content
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise click.UsageError(
             f'--tools: {file} must be a list of tools, each {{"name": ..., "description": ..., "parameters": ...}}'

@@ -62,14 +62,14 @@ def command(
     with reporting_errors("rerank", socket):
         run(say_which_daemon, "rerank", socket)
         question = partial(asked, socket, wait_s=0)
-        found = run(question, lambda client: client.rerank(query, texts, top_n=top_n, model=model))
-    for each in found.results:
-        text = texts[each.index]
+        ranking = run(question, lambda client: client.rerank(query, texts, top_n=top_n, model=model))
+    for result in ranking.results:
+        text = texts[result.index]
         if as_json:
-            line = {"index": each.index, "score": each.score, "document": text}
+            line = {"index": result.index, "score": result.score, "document": text}
             click.echo(json.dumps(line, ensure_ascii=False))
         else:
-            click.echo(f"{each.score:>9.4f}  {_one_line(text)}")
+            click.echo(f"{result.score:>9.4f}  {_one_line(text)}")
 
 
 def _lines(file: Path | None) -> list[str]:

@@ -96,7 +96,7 @@ def install(flags: Sequence[str], dry_run: bool, now: bool) -> None:
         click.echo(f"not part of the service: {', '.join(ignored)}; give the flags of serve after --", err=True)
     if not now:
         _print_commands(commands)
-    elif not all(_run(each) for each in commands):  # stops at the first that fails
+    elif not all(_run(command_line) for command_line in commands):  # stops at the first that fails
         sys.exit(FAILED)
     click.echo(f"clients find the daemon at {service.socket}")
     if sys.platform != "darwin" and not _lingers():
@@ -124,14 +124,14 @@ def uninstall() -> None:
         click.echo("the service is not installed")
         return
     is_there = _missing(manager) is None  # otherwise the service does not run
-    succeeded = [_run(each) for each in manager.stop(ours)] if is_there else []
+    succeeded = [_run(command_line) for command_line in manager.stop(ours)] if is_there else []
     for path in ours:
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
             raise click.UsageError(f"cannot remove {path}: {error.strerror}") from None
         click.echo(f"removed {path}")
-    succeeded += [_run(each) for each in manager.forget()] if is_there else []
+    succeeded += [_run(command_line) for command_line in manager.forget()] if is_there else []
     for reason in foreign:
         click.echo(f"uma-trio service: this unit stays: {reason}", err=True)
     sys.exit(0 if all(succeeded) and not foreign else FAILED)
@@ -150,9 +150,9 @@ def status() -> None:
         sys.exit(FAILED)
     if (reason := _missing(manager)) is not None:
         fail("service", f"the service is installed and cannot run: {reason}")
-    found = _output(manager.status())
-    click.echo(found.stdout or found.stderr, nl=False)
-    sys.exit(0 if manager.is_running(found.stdout) else FAILED)
+    output = _output(manager.status())
+    click.echo(output.stdout or output.stderr, nl=False)
+    sys.exit(0 if manager.is_running(output.stdout) else FAILED)
 
 
 # -- what to install ----------------------------------------------------------------------------------
@@ -190,8 +190,8 @@ def _service(flags: Sequence[str]) -> Service:
     arguments, settings = _serve_arguments(flags)
     try:
         settings = located(settings, may_pull=False)
-        for each in models_of(settings):
-            model = model_path(each.model.model)
+        for served in models_of(settings):
+            model = model_path(served.model.model)
             with explained(model):
                 check_gguf(model)
         if settings.model.chat_template is not None:
@@ -250,12 +250,12 @@ def _serve_arguments(flags: Sequence[str]) -> tuple[list[str], Config]:
             value, is_path = os.path.expanduser(value), True
         if name in given and name != "socket":
             if name == "model":
-                for each in given[name]:
-                    is_path = is_path_of_model(each)
-                    arguments += [setting.flag, os.path.abspath(os.path.expanduser(each)) if is_path else each]
+                for model in given[name]:
+                    is_path = is_path_of_model(model)
+                    arguments += [setting.flag, os.path.abspath(os.path.expanduser(model)) if is_path else model]
             elif isinstance(given[name], tuple):
-                for each in given[name]:
-                    arguments += [setting.flag, each]
+                for item in given[name]:
+                    arguments += [setting.flag, item]
             elif isinstance(value, bool):
                 arguments.append(setting.flag if value else f"--no-{setting.flag[2:]}")
             else:
@@ -320,8 +320,8 @@ def _lingers() -> bool:
 
 
 def _print_commands(commands: Iterable[Sequence[str]]) -> None:
-    for each in commands:
-        click.echo(f"next: {shlex.join(each)}")
+    for command_line in commands:
+        click.echo(f"next: {shlex.join(command_line)}")
 
 
 def _run(argv: Sequence[str]) -> bool:
@@ -339,8 +339,8 @@ def _missing(manager: Manager) -> str | None:
     [program, *arguments] = manager.probe()
     if shutil.which(program) is None:
         return f"there is no {program} here. {INSTEAD}"
-    found = _output([program, *arguments])
-    return None if manager.answers(found.stdout, found.stderr) else f"{manager.silent}. {INSTEAD}"
+    output = _output([program, *arguments])
+    return None if manager.answers(output.stdout, output.stderr) else f"{manager.silent}. {INSTEAD}"
 
 
 def _output(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:

@@ -179,7 +179,7 @@ def export(context: click.Context, session_id: str, file: Path | None, model: st
         page = (
             transcript.text
             if transcript.text is not None
-            else as_markdown([as_fields(each) for each in transcript.messages])
+            else as_markdown([as_fields(message) for message in transcript.messages])
         )
         text = f"# {_without_controls(session_id)}\n\n" + page.removesuffix("\n")
     if file is None:
@@ -201,8 +201,8 @@ def fork(
 ) -> None:
     """Copy the session NAME to NEW_NAME; both continue independently."""
     fields = {"session_id": session_id, "new_id": new_id, "model": model or context.obj[2]}
-    found = _run(context, socket, lambda client: client.sessions("fork", **fields), session_id, fields["model"])
-    _print(found, as_json or context.obj[0])
+    forked = _run(context, socket, lambda client: client.sessions("fork", **fields), session_id, fields["model"])
+    _print(forked, as_json or context.obj[0])
 
 
 @command.command(short_help="Delete sessions, also from the disk.")
@@ -233,8 +233,8 @@ def close(
     model = model or context.obj[2]
     to_close = [(name, model) for name in session_ids]
     if close_all:
-        found = _run(context, socket, lambda client: _by_model(client, model))
-        to_close = [(each.session_id, name) for name, sessions in found.items() for each in sessions]
+        by_model = _run(context, socket, lambda client: _by_model(client, model))
+        to_close = [(session.session_id, name) for name, sessions in by_model.items() for session in sessions]
         if to_close and not yes:
             _confirm(f"Close {len(to_close):,} sessions? Their messages are deleted.")
     json_wanted = as_json or context.obj[0]
@@ -279,10 +279,10 @@ def _list(context: click.Context, as_json: bool, model: str | None, socket: str 
         for name, sessions in by_model.items():
             _print(sessions, as_json=True, model=name)
         return
-    found = [(name, session) for name, sessions in by_model.items() for session in sessions]
-    if not found:
+    listed = [(name, session) for name, sessions in by_model.items() for session in sessions]
+    if not listed:
         click.echo('no sessions yet; begin one with: uma-trio ask --session NAME "..."')
-    elif shown := chosen_names(found, lambda each: each[1].session_id, shows_all=shows_all):
+    elif shown := chosen_names(listed, lambda pair: pair[1].session_id, shows_all=shows_all):
         _print_table(shown, n_models=len(by_model))
 
 
@@ -291,9 +291,9 @@ async def _by_model(client: Client, model: str | None) -> dict[str, list[Session
     names = [model]
     if model is None:
         models = await client.models(keep_alive=True)
-        loaded = [each.name for each in models if each.state == "ready"]
+        loaded = [listed.name for listed in models if listed.state == "ready"]
         names = [*loaded]
-        others = [each.name for each in models if each.name not in loaded]
+        others = [listed.name for listed in models if listed.name not in loaded]
         if others:
             shown = ", ".join(others[:3]) + (" and others" if len(others) > 3 else "")
             click.echo(f"without sessions of models that are not loaded: {shown}", err=True)
@@ -346,8 +346,8 @@ def _run(
     with reporting_errors("sessions", path):
         run(say_which_daemon, "sessions", path)
         try:
-            found: T = run(at_once, work)
-            return found
+            result: T = run(at_once, work)
+            return result
         except ServerError as error:
             if error.code == "E_SESSION_NOT_FOUND" and (
                 hint := run(at_once, lambda client: _similar(client, name, model))
@@ -366,7 +366,7 @@ async def _similar(client: Client, name: str | None, model: str | None) -> str:
     others = await models_with_session(client, name, model)
     if others:
         return f"; there is one of the model {' and of '.join(others)}: add --model {others[0]}"
-    similar = [repr(found) for found in difflib.get_close_matches(name, names, cutoff=0.7)]
+    similar = [repr(near) for near in difflib.get_close_matches(name, names, cutoff=0.7)]
     return f"; did you mean {' or '.join(similar)}?" if similar else ""
 
 

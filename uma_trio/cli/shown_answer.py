@@ -64,10 +64,10 @@ class ShownAnswer:
         self._reasoning.close()
 
     def _write(self, text: str, feed: Callable[[str], None]) -> None:
-        if self._waiting and (found := _WORD_END.search(text)):
-            feed(text[: found.end()])
+        if self._waiting and (word_end := _WORD_END.search(text)):
+            feed(text[: word_end.end()])
             self._say()
-            text = text[found.end() :]
+            text = text[word_end.end() :]
         if text:
             feed(text)
             self._is_in_word = not _WORD_END.match(text[-1])

@@ -97,7 +97,7 @@ def _fitted(text: str) -> str:
     """``text`` in lines that fit a terminal."""
     if sys.stderr.isatty():
         width = max(MIN_COLUMNS, shutil.get_terminal_size().columns)
-        lines = [line for each in text.splitlines() for line in wrapped(each, width) or [""]]
+        lines = [line for paragraph in text.splitlines() for line in wrapped(paragraph, width) or [""]]
         return "\n".join(lines)
     return text
 

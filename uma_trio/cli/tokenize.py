@@ -133,7 +133,10 @@ def _ask(socket: str | None, model: str | None, **fields: Any) -> dict[str, Any]
     try:
         [listed] = query(path, {"type": "models"}, timeout_s=DAEMON_S)
         names = [
-            name for each in listed["models"] if each["state"] == "ready" for name in (each["name"], *each["aliases"])
+            name
+            for described in listed["models"]
+            if described["state"] == "ready"
+            for name in (described["name"], *described["aliases"])
         ]
         if model not in names and bare_name(model) not in names:
             return None

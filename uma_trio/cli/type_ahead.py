@@ -61,7 +61,7 @@ class TypeAhead:
                 self._in_escape = True
             elif key.isprintable():
                 self.text += key
-        return [line for each in lines if (line := each.strip())]
+        return [line for typed in lines if (line := typed.strip())]
 
     def take(self) -> str:
         """The line so far; the next one begins."""

@@ -49,10 +49,10 @@ def _check_reproducible(model: Model) -> None:
         "there are adapters": bool(model.adapters),
         "gpu_layers is above 0": model.gpu_layers > 0,
     }
-    found = [what for what, holds in others.items() if holds]
-    if model.reproducible and found:
+    obstacles = [what for what, holds in others.items() if holds]
+    if model.reproducible and obstacles:
         raise ConfigError(
-            f"reproducible needs a CPU, per-sequence KV, flash attention and no adapters, and {found[0]}: leave out one of them"
+            f"reproducible needs a CPU, per-sequence KV, flash attention and no adapters, and {obstacles[0]}: leave out one of them"
         )
 
 

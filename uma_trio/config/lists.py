@@ -52,12 +52,12 @@ def adapters(value: Any, source: str) -> tuple[Adapter, ...]:
         return ()
     if not isinstance(given, list | tuple) or len(given) > MAX_ADAPTERS:
         raise ConfigError(f"{source}: adapters must be a list of at most {MAX_ADAPTERS}, not {shown(value)}")
-    found = [_adapter(each, source) for each in given]
-    names = [each.name for each in found]
+    parsed = [_adapter(item, source) for item in given]
+    names = [adapter.name for adapter in parsed]
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"{source}: adapters has the name {name} twice; give each adapter a name of its own")
-    return tuple(found)
+    return tuple(parsed)
 
 
 def _adapter(value: Any, source: str) -> Adapter:
@@ -67,7 +67,7 @@ def _adapter(value: Any, source: str) -> Adapter:
         name, separator, path = value.strip().partition("=")
         value = {"name": name, "path": path} if separator else value
     try:
-        found = msgspec.convert(value, Adapter)
+        adapter = msgspec.convert(value, Adapter)
     except msgspec.ValidationError:
         raise ConfigError(
             f"{source}: each of adapters must be NAME=FILE, or in a YAML file {{name: NAME, path: FILE, scale: 1.0}}, not "
@@ -76,46 +76,46 @@ def _adapter(value: Any, source: str) -> Adapter:
     unknown = [key for key in value if key not in ("name", "path", "scale")] if isinstance(value, dict) else []
     if unknown:
         raise ConfigError(f"{source}: an adapter has the unknown key {shown(unknown[0])}; known are name, path, scale")
-    if not ADAPTER_NAME.fullmatch(found.name):
+    if not ADAPTER_NAME.fullmatch(adapter.name):
         raise ConfigError(
             f"{source}: an adapter's name must be 1 to 64 letters, digits and ._- and begin with a letter or a digit, not "
-            f"{shown(found.name)}"
+            f"{shown(adapter.name)}"
         )
-    if not found.path or "\0" in found.path or not is_encodable(found.path, bytes_too=True):
-        raise ConfigError(f"{source}: the adapter {found.name} needs a file: {found.name}=FILE")
-    if not abs(found.scale) <= MAX_ADAPTER_SCALE:  # also refuses nan
+    if not adapter.path or "\0" in adapter.path or not is_encodable(adapter.path, bytes_too=True):
+        raise ConfigError(f"{source}: the adapter {adapter.name} needs a file: {adapter.name}=FILE")
+    if not abs(adapter.scale) <= MAX_ADAPTER_SCALE:  # also refuses nan
         raise ConfigError(
-            f"{source}: the scale of the adapter {found.name} must be a number from -{MAX_ADAPTER_SCALE} to "
-            f"{MAX_ADAPTER_SCALE}, not {found.scale}"
+            f"{source}: the scale of the adapter {adapter.name} must be a number from -{MAX_ADAPTER_SCALE} to "
+            f"{MAX_ADAPTER_SCALE}, not {adapter.scale}"
         )
-    return found
+    return adapter
 
 
 def devices(value: Any, source: str) -> tuple[str, ...]:
     """Names of devices, or ``none`` alone."""
-    found = tuple(_texts("devices", value, source, MAX_DEVICES))
-    for name in found:
+    names = tuple(_texts("devices", value, source, MAX_DEVICES))
+    for name in names:
         if not _NAME.fullmatch(name):
             raise ConfigError(f"{source}: devices must be names such as CUDA0, or none, not {shown(name)}")
-        if found.count(name) > 1:
+        if names.count(name) > 1:
             raise ConfigError(f"{source}: devices has {name} twice; name each device once")
-    if NO_DEVICES in found and len(found) > 1:
+    if NO_DEVICES in names and len(names) > 1:
         raise ConfigError(
             f"{source}: devices has none, which stands for the CPU alone, next to others; remove one of them"
         )
-    return found
+    return names
 
 
 def tensor_split(value: Any, source: str) -> tuple[float, ...]:
     """A share for each device."""
     shares = []
-    for each in _items("tensor_split", [value] if isinstance(value, int | float) else value, source, MAX_DEVICES):
+    for item in _items("tensor_split", [value] if isinstance(value, int | float) else value, source, MAX_DEVICES):
         try:
-            share = float(each) if isinstance(each, str | int | float) and not isinstance(each, bool) else math.nan
+            share = float(item) if isinstance(item, str | int | float) and not isinstance(item, bool) else math.nan
         except (ValueError, OverflowError):
             share = math.nan
         if not 0 <= share <= 1e9:  # also refuses nan
-            raise ConfigError(f"{source}: tensor_split must have numbers from 0 to 1e9, such as 3,1, not {shown(each)}")
+            raise ConfigError(f"{source}: tensor_split must have numbers from 0 to 1e9, such as 3,1, not {shown(item)}")
         shares.append(share)
     if shares and not any(shares):
         raise ConfigError(f"{source}: tensor_split has a share of 0 for every device; give one of them more")
@@ -124,11 +124,11 @@ def tensor_split(value: Any, source: str) -> tuple[float, ...]:
 
 def override_tensor(value: Any, source: str) -> tuple[str, ...]:
     """``PATTERN=BUFFER``; as text with commas in between, which patterns may have too."""
-    found: list[str] = []
-    for each in _items("override_tensor", [value] if isinstance(value, str) else value, source, MAX_OVERRIDES):
-        text, at = each.strip() if isinstance(each, str) else each, 0
+    overrides: list[str] = []
+    for item in _items("override_tensor", [value] if isinstance(value, str) else value, source, MAX_OVERRIDES):
+        text, at = item.strip() if isinstance(item, str) else item, 0
         if not isinstance(text, str) or len(text) > 8192:
-            raise ConfigError(f"{source}: override_tensor must have texts PATTERN=BUFFER, not {shown(each)}")
+            raise ConfigError(f"{source}: override_tensor must have texts PATTERN=BUFFER, not {shown(item)}")
         while at < len(text):
             match = _OVERRIDE.match(text, at)
             if match is None:
@@ -139,27 +139,27 @@ def override_tensor(value: Any, source: str) -> tuple[str, ...]:
                 raise ConfigError(
                     f"{source}: the pattern {shown(match[1])} of override_tensor cannot be used: {problem}"
                 )
-            found.append(f"{match[1]}={match[2]}")
+            overrides.append(f"{match[1]}={match[2]}")
             at = match.end()
-    if len(found) > MAX_OVERRIDES:
-        raise ConfigError(f"{source}: override_tensor has {len(found)} patterns; {MAX_OVERRIDES} are the most")
-    return tuple(found)
+    if len(overrides) > MAX_OVERRIDES:
+        raise ConfigError(f"{source}: override_tensor has {len(overrides)} patterns; {MAX_OVERRIDES} are the most")
+    return tuple(overrides)
 
 
 def rpc(value: Any, source: str) -> tuple[str, ...]:
     """Addresses of RPC servers."""
-    found = tuple(_texts("rpc", value, source, MAX_DEVICES))
-    for each in found:
-        if not _ENDPOINT.fullmatch(each) or int(each.rpartition(":")[2]) > 65535:
-            raise ConfigError(f"{source}: rpc must have addresses HOST:PORT, not {shown(each)}")
-    return tuple(dict.fromkeys(found))
+    addresses = tuple(_texts("rpc", value, source, MAX_DEVICES))
+    for address in addresses:
+        if not _ENDPOINT.fullmatch(address) or int(address.rpartition(":")[2]) > 65535:
+            raise ConfigError(f"{source}: rpc must have addresses HOST:PORT, not {shown(address)}")
+    return tuple(dict.fromkeys(addresses))
 
 
 def _texts(name: str, value: Any, source: str, most: int) -> Iterator[str]:
-    for each in _items(name, value, source, most):
-        if not isinstance(each, str):
-            raise ConfigError(f"{source}: {name} must be a list of texts, and has {shown(each)}")
-        yield each.strip()
+    for item in _items(name, value, source, most):
+        if not isinstance(item, str):
+            raise ConfigError(f"{source}: {name} must be a list of texts, and has {shown(item)}")
+        yield item.strip()
 
 
 def _items(name: str, value: Any, source: str, most: int) -> list[Any]:
@@ -167,13 +167,13 @@ def _items(name: str, value: Any, source: str, most: int) -> list[Any]:
     if value is None or value == "":
         return []
     given = value if isinstance(value, list | tuple) else [value]
-    if isinstance(value, dict) or not all(isinstance(each, str | int | float) for each in given):
+    if isinstance(value, dict) or not all(isinstance(item, str | int | float) for item in given):
         raise ConfigError(f"{source}: {name} must be a list, not {shown(value)}")
     splits = name != "override_tensor"
-    found = [part for each in given for part in (each.split(",") if isinstance(each, str) and splits else [each])]
-    if len(found) > most:
-        raise ConfigError(f"{source}: {name} has {len(found)} entries; {most} are the most")
-    return found
+    items = [part for item in given for part in (item.split(",") if isinstance(item, str) and splits else [item])]
+    if len(items) > most:
+        raise ConfigError(f"{source}: {name} has {len(items)} entries; {most} are the most")
+    return items
 
 
 LISTS: Final = {

@@ -40,40 +40,40 @@ MAX_NAME: Final = 256
 def model_settings() -> dict[str, Setting]:
     """The settings that a model may have for itself, by name."""
     return {
-        found.name: found
-        for found in settings()
-        if found.name not in OF_THE_DAEMON and (found.section in OF_A_MODEL or found.name in ALSO_OF_A_MODEL)
+        setting.name: setting
+        for setting in settings()
+        if setting.name not in OF_THE_DAEMON and (setting.section in OF_A_MODEL or setting.name in ALSO_OF_A_MODEL)
     }
 
 
-def parse_models(found: Any, source: str) -> tuple[ModelEntry, ...]:
+def parse_models(value: Any, source: str) -> tuple[ModelEntry, ...]:
     """Convert the list ``models:`` of a file.
 
     Raises:
         ConfigError: it is no such list.
     """
-    if found is None:
+    if value is None:
         return ()
-    if not isinstance(found, list) or len(found) > MAX_MODELS:
+    if not isinstance(value, list) or len(value) > MAX_MODELS:
         raise ConfigError(f"{source}: models must be a list of at most {MAX_MODELS} models, each with a key model")
-    return tuple([_entry(each, f"{source}: models[{index}]") for index, each in enumerate(found)])
+    return tuple([_entry(item, f"{source}: models[{index}]") for index, item in enumerate(value)])
 
 
-def _entry(found: Any, source: str) -> ModelEntry:
-    if isinstance(found, str):
-        found = {"model": found}
-    if not isinstance(found, dict) or not isinstance(found.get("model"), str) or not found["model"]:
+def _entry(entry: Any, source: str) -> ModelEntry:
+    if isinstance(entry, str):
+        entry = {"model": entry}
+    if not isinstance(entry, dict) or not isinstance(entry.get("model"), str) or not entry["model"]:
         raise ConfigError(f"{source}: a model needs a key model, with a name or a path")
     known = model_settings()
-    aliases = found.get("alias") or []
+    aliases = entry.get("alias") or []
     if isinstance(aliases, str):
         aliases = [aliases]
-    names = [*([found["name"]] if found.get("name") is not None else []), *aliases]
+    names = [*([entry["name"]] if entry.get("name") is not None else []), *aliases]
     for name in names:
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
             raise ConfigError(f"{source}: a name has 1 to {MAX_NAME} characters, and {shown(name)} is none")
     values: dict[str, Any] = {}
-    for key, value in found.items():
+    for key, value in entry.items():
         if key in OWN_KEYS:
             continue
         if key not in known:
@@ -82,11 +82,11 @@ def _entry(found: Any, source: str) -> ModelEntry:
             raise ConfigError(f"{source}: a model has no setting {shown(key)} of its own; {hint}")
         values[key] = known[key].convert(value, source)
     return ModelEntry(
-        model=found["model"],
-        name=found.get("name"),
+        model=entry["model"],
+        name=entry.get("name"),
         alias=tuple(aliases),
-        model_class=_one_of(CLASSES, found.get("class", "normal"), "class", source),
-        load=_one_of(LOADS, found.get("load", "start"), "load", source),
+        model_class=_one_of(CLASSES, entry.get("class", "normal"), "class", source),
+        load=_one_of(LOADS, entry.get("load", "start"), "load", source),
         settings=values,
     )
 
@@ -109,9 +109,9 @@ def settings_of_model(config: Config, entry: ModelEntry) -> Config:
         fields[known[name].section][known[name].field] = value
     fields["model"] |= {"model": entry.model, "alias": entry.name}
     changed = {name: attrs.evolve(getattr(config, name), **values) for name, values in fields.items() if values}
-    found = attrs.evolve(config, models=(), **changed)
-    check_consistency(found)
-    return found
+    changed_config = attrs.evolve(config, models=(), **changed)
+    check_consistency(changed_config)
+    return changed_config
 
 
 def models_of(config: Config) -> list[Config]:
@@ -121,13 +121,13 @@ def models_of(config: Config) -> list[Config]:
 
 def to_plain(entry: ModelEntry) -> Mapping[str, Any]:
     """An entry as a file has it."""
-    found: dict[str, Any] = {"name": entry.name, "model": entry.model, "alias": [*entry.alias]}
-    found |= {"class": entry.model_class, "load": entry.load, **entry.settings}
-    return {key: to_plain_value(value) for key, value in found.items() if value is not None and value != []}
+    fields: dict[str, Any] = {"name": entry.name, "model": entry.model, "alias": [*entry.alias]}
+    fields |= {"class": entry.model_class, "load": entry.load, **entry.settings}
+    return {key: to_plain_value(value) for key, value in fields.items() if value is not None and value != []}
 
 
 def to_plain_value(value: Any) -> Any:
     """A setting's value as a file has it."""
     if isinstance(value, list | tuple):
-        return [attrs.asdict(each) if attrs.has(type(each)) else each for each in value]
+        return [attrs.asdict(item) if attrs.has(type(item)) else item for item in value]
     return value if isinstance(value, str | int | float | None) else str(value)  # a path

@@ -35,7 +35,7 @@ def load(
         ConfigError: a key is unknown, a value has the wrong type or is out of bounds, two values contradict each
             other, or the file cannot be read.
     """
-    known = {found.name: found for found in settings()}
+    known = {setting.name: setting for setting in settings()}
     values: dict[str, Any] = {}
     models: tuple[ModelEntry, ...] = ()
     if file is not None:
@@ -52,9 +52,9 @@ def load(
         models = ()
     for name, value in (flags or {}).items():
         if name == "model" and isinstance(value, list | tuple):
-            names = [known[name].convert(each, known[name].flag) for each in value]
+            names = [known[name].convert(text, known[name].flag) for text in value]
             if names:
-                models = tuple([ModelEntry(model=each) for each in names]) if len(names) > 1 else ()
+                models = tuple([ModelEntry(model=name_or_path) for name_or_path in names]) if len(names) > 1 else ()
                 values[name] = None if models else names[0]
         elif value is not None and value != ():  # a flag that can be repeated and is not given
             values[name] = known[name].convert(value, known[name].flag)
@@ -157,16 +157,16 @@ def read_yaml(file: Path, remedy: str) -> Any:
         ) from None
 
 
-def _mapping(found: Any, source: str) -> dict[Any, Any]:
-    if found is None:
+def _mapping(content: Any, source: str) -> dict[Any, Any]:
+    if content is None:
         return {}
-    if not isinstance(found, dict):
-        if source.endswith(": model") and isinstance(found, str):
+    if not isinstance(content, dict):
+        if source.endswith(": model") and isinstance(content, str):
             raise ConfigError(
-                f"{source}: expected keys and values; to choose a model write model: {{model: {found[:100]}}}"
+                f"{source}: expected keys and values; to choose a model write model: {{model: {content[:100]}}}"
             )
-        raise ConfigError(f"{source}: expected keys and values, not {type(found).__name__}")
-    return found
+        raise ConfigError(f"{source}: expected keys and values, not {type(content).__name__}")
+    return content
 
 
 def _unknown_section(section: object, known: Mapping[str, Setting], source: str) -> ConfigError:
@@ -232,16 +232,18 @@ def to_yaml(config: Config) -> str:
 
     lines: list[str] = []
     section = ""
-    for found in settings():
-        if found.section != section:
-            section = found.section
+    for setting in settings():
+        if setting.section != section:
+            section = setting.section
             lines += ["", f"{section}:"] if lines else [f"{section}:"]
-        value = getattr(getattr(config, section), found.field)
+        value = getattr(getattr(config, section), setting.field)
         plain = str(value) if isinstance(value, Path) else value
-        if found.is_list:
+        if setting.is_list:
             plain = to_plain_value(value)
-        lines += textwrap.wrap(found.help, 96, initial_indent="  # ", subsequent_indent="  # ", break_on_hyphens=False)
-        lines.append(f"  {found.name}: {_yaml_value(plain)}")
+        lines += textwrap.wrap(
+            setting.help, 96, initial_indent="  # ", subsequent_indent="  # ", break_on_hyphens=False
+        )
+        lines.append(f"  {setting.name}: {_yaml_value(plain)}")
     if config.models:
         lines += ["", "models:"]
         for entry in config.models:

@@ -132,12 +132,12 @@ class _Scan:
         least, most = {"*": (0, MAX_COUNT), "+": (1, MAX_COUNT), "?": (0, 1)}.get(char, (0, 0))
         self._at += 1
         if char == "{":
-            found = _COUNTS.match(self._pattern, self._at - 1)
-            if found is None:
+            counts = _COUNTS.match(self._pattern, self._at - 1)
+            if counts is None:
                 raise _Refused("{ needs numbers, as in {2} or {1,3}")
-            self._at = found.end()
-            least = int(found[1])
-            most = least if found[2] is None else int(found[3] or MAX_COUNT)
+            self._at = counts.end()
+            least = int(counts[1])
+            most = least if counts[2] is None else int(counts[3] or MAX_COUNT)
             if max(least, most) > MAX_COUNT or most < least:
                 raise _Refused(f"a count must be a number up to {MAX_COUNT}, the smaller one first")
         if most > 1 and not may_repeat:

@@ -72,12 +72,12 @@ class Encoder:
             TooManyTokens: it would have too many.
         """
         data = Path(question["file"]).read_bytes()
-        found = inspect(data)
-        if found.is_sound != question["is_sound"]:
-            raise Refused(f"the file is {'sound' if found.is_sound else 'a picture'}: send it as such")
+        media = inspect(data)
+        if media.is_sound != question["is_sound"]:
+            raise Refused(f"the file is {'sound' if media.is_sound else 'a picture'}: send it as such")
         parts: list[dict[str, Any] | list[int]] = []
         n_rows = 0
-        with self._bitmap(data, found) as bitmap, open(question["rows"], "wb") as file:
+        with self._bitmap(data, media) as bitmap, open(question["rows"], "wb") as file:
             for piece in self._projector.encode(bitmap, self._max_tokens):
                 if not isinstance(piece, MediaPiece):
                     parts.append(piece.tokens.tolist())
@@ -89,18 +89,18 @@ class Encoder:
                 n_rows += len(piece.rows)
         return {"parts": parts, "n_rows": n_rows, "width": self._projector.n_embd}
 
-    def _bitmap(self, data: bytes, found: MediaFile) -> llama_abi.Bitmap:
+    def _bitmap(self, data: bytes, media: MediaFile) -> llama_abi.Bitmap:
         bitmap = self._projector.decode(data)
-        if found.is_sound:
+        if media.is_sound:
             self._check_rows(bitmap, checked_length(bitmap.size[0] / self._projector.sample_rate))
             return bitmap
-        if bitmap.size != (found.width, found.height):
+        if bitmap.size != (media.width, media.height):
             raise Refused("the file's header does not give the size of its picture: it is damaged, send another one")
-        if found.orientation == 1:
+        if media.orientation == 1:
             return bitmap
         with bitmap:
             pixels = bitmap.pixels()
-        return self._projector.picture(upright(pixels, found.orientation))
+        return self._projector.picture(upright(pixels, media.orientation))
 
     def _check_rows(self, sound: llama_abi.Bitmap, seconds: float) -> None:
         """Refuse sound that has too many rows, by those of its beginning.

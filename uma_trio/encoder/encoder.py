@@ -136,11 +136,13 @@ class SandboxedEncoder:
                 raise TooManyRows(answer["n_tokens"])
             fd = os.open(made, os.O_RDONLY)
         rows = RowFile(fd, answer["n_rows"], answer["width"])
-        found = [RowBlock(**part) if isinstance(part, dict) else np.array(part, np.int32) for part in answer["parts"]]
-        blocks = [part for part in found if isinstance(part, RowBlock)]
+        blocks_and_tokens = [
+            RowBlock(**part) if isinstance(part, dict) else np.array(part, np.int32) for part in answer["parts"]
+        ]
+        blocks = [part for part in blocks_and_tokens if isinstance(part, RowBlock)]
         ids, at = placeholders(self.digest(data), blocks), 0
         parts: list[npt.NDArray[np.int32]] = []
-        for part in found:
+        for part in blocks_and_tokens:
             if isinstance(part, RowBlock):
                 parts.append(ids[at : at + part.n])
                 at += part.n

@@ -67,21 +67,21 @@ def inspect(data: bytes) -> MediaFile:
     if len(data) > MAX_FILE_BYTES:
         raise Refused(f"the file has {len(data)} bytes, and {MAX_FILE_BYTES} are allowed: send a smaller one")
     try:
-        found = _inspect(data)
+        file = _inspect(data)
     except (struct.error, IndexError):
         raise Refused("the file ends in the middle of its header: send the whole file") from None
-    if found.is_sound:
-        return found
-    if found.kind == "JPEG" and (n_scans := data.count(b"\xff\xda")) > MAX_SCANS:
+    if file.is_sound:
+        return file
+    if file.kind == "JPEG" and (n_scans := data.count(b"\xff\xda")) > MAX_SCANS:
         raise Refused(
             f"the JPEG file has {n_scans} scans; it may have {MAX_SCANS}: send one that another program wrote"
         )
-    if not 1 <= found.width <= MAX_SIDE or not 1 <= found.height <= MAX_SIDE or found.width * found.height > MAX_PIXELS:
+    if not 1 <= file.width <= MAX_SIDE or not 1 <= file.height <= MAX_SIDE or file.width * file.height > MAX_PIXELS:
         raise Refused(
-            f"the picture has {found.width} x {found.height} pixels; it may have {MAX_SIDE} on a side and {MAX_PIXELS} "
+            f"the picture has {file.width} x {file.height} pixels; it may have {MAX_SIDE} on a side and {MAX_PIXELS} "
             "in all: send a smaller one"
         )
-    return found
+    return file
 
 
 def _inspect(data: bytes) -> MediaFile:

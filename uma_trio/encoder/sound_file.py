@@ -70,7 +70,7 @@ def flac_seconds(data: bytes) -> float:
 
 def _frames() -> dict[bytes, tuple[int, float]]:
     """Size and seconds of a frame, by the first three bytes of its header."""
-    found = {}
+    frames = {}
     for second, kbits, factor, n_samples, rates in (
         (0xFA, MPEG1_KBIT, 144, 1152, (44_100, 48_000, 32_000)),
         (0xF2, MPEG2_KBIT, 72, 576, (22_050, 24_000, 16_000)),
@@ -80,8 +80,8 @@ def _frames() -> dict[bytes, tuple[int, float]]:
             for number, rate in enumerate(rates):
                 for others in range(8):  # no checksum, padding, private
                     key = bytes([0xFF, second | others & 1, bits << 4 | number << 2 | others >> 1])
-                    found[key] = factor * 1000 * kbit // rate + (others >> 2), n_samples / rate
-    return found
+                    frames[key] = factor * 1000 * kbit // rate + (others >> 2), n_samples / rate
+    return frames
 
 
 _FRAMES: Final = _frames()
@@ -91,17 +91,17 @@ _SYNC: Final = re.compile(rb"\xff[\xe2\xe3\xf2\xf3\xfa\xfb][\x10-\xef]", re.DOTA
 def mp3_seconds(data: bytes) -> float:
     """The length of all frames, or of those that the first one announces: a decoder takes memory for these."""
     at, latest = _after_tag(data), _after_tag(data) + MAX_FILL_BYTES
-    found = announced = 0.0
-    while (header := _SYNC.search(data, at, len(data) if found else latest)) is not None:
+    total = announced = 0.0
+    while (header := _SYNC.search(data, at, len(data) if total else latest)) is not None:
         at = header.start()
         n_bytes, seconds = _FRAMES.get(header[0], (1, 0.0))
-        if not found:
+        if not total:
             announced = _announced(data[at : at + TAG_BYTES]) * seconds
-        found += seconds
+        total += seconds
         at += n_bytes
-    if not found:
+    if not total:
         raise Refused("the MP3 file has no frame: it is damaged, send another one")
-    return checked_length(max(found, announced))
+    return checked_length(max(total, announced))
 
 
 def _after_tag(data: bytes) -> int:

@@ -28,7 +28,7 @@ def _vocabulary(setup: Mapping[str, Any]) -> Vocabulary:
 
     def encode(text: str) -> list[int]:
         """By single bytes: a checker samples nothing, so it does not matter which tokens spell a text."""
-        return [ids[each] for byte in text.encode() if (each := bytes([byte])) in ids]
+        return [ids[token] for byte in text.encode() if (token := bytes([byte])) in ids]
 
     return Vocabulary(tokens, setup["control_ids"], setup["end_ids"], setup["bos_id"], encode)
 

@@ -43,13 +43,13 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
 def _target(reference: Any, root: Mapping[str, Any]) -> Any:
     if not isinstance(reference, str) or not reference.startswith("#") or len(reference) > _MAX_REFERENCE:
         return True
-    found: Any = root
+    node: Any = root
     for part in reference.split("/")[1:]:
         key = part.replace("~1", "/").replace("~0", "~")
-        if not isinstance(found, dict) or key not in found:
+        if not isinstance(node, dict) or key not in node:
             return True
-        found = found[key]
-    return found
+        node = node[key]
+    return node
 
 
 class SchemaTypes:
@@ -78,22 +78,22 @@ class SchemaTypes:
         return self._seen[id(schema)]
 
     def _of_new(self, schema: dict[str, Any], depth: int) -> frozenset[str]:
-        found = ANY_TYPE
+        types = ANY_TYPE
         if "const" in schema:
-            found &= {_type_of(schema["const"])}
+            types &= {_type_of(schema["const"])}
         if isinstance(schema.get("enum"), list):
-            found &= {_type_of(each) for each in schema["enum"][:_MAX_CHOICES]}
+            types &= {_type_of(value) for value in schema["enum"][:_MAX_CHOICES]}
         named = schema.get("type", [])
         names = named if isinstance(named, list) else [named]
         if names:
-            found &= {name for name in names if isinstance(name, str)} | ({"integer"} if "number" in names else set())
+            types &= {name for name in names if isinstance(name, str)} | ({"integer"} if "number" in names else set())
         for key in ("anyOf", "oneOf"):
             if isinstance(schema.get(key), list):
-                found &= _union(self.of(each, depth) for each in schema[key])
+                types &= _union(self.of(part, depth) for part in schema[key])
         if isinstance(schema.get("allOf"), list):
-            for each in schema["allOf"]:
-                found &= self.of(each, depth)
-        return found or ANY_TYPE
+            for part in schema["allOf"]:
+                types &= self.of(part, depth)
+        return types or ANY_TYPE
 
 
 def _union(parts: Iterable[frozenset[str]]) -> frozenset[str]:
@@ -118,18 +118,18 @@ def read_value(text: str, types: frozenset[str]) -> Any:
     """
     if types == STRING:
         return text
-    found = read_json(text)
-    is_other = not isinstance(found, str) and ("string" not in types or _type_of(found) in types)
-    return found if is_other else text
+    value = read_json(text)
+    is_other = not isinstance(value, str) and ("string" not in types or _type_of(value) in types)
+    return value if is_other else text
 
 
 def read_json(text: str) -> Any:
     """The value of ``text`` as JSON; ``text`` itself if it is none."""
     bare = text.strip()
     try:
-        found = msgspec.json.decode(_PYTHON.get(bare, bare))
-        check_json([found], "a value", MAX_TOOL_DEPTH)
-        msgspec.json.encode(found)
+        value = msgspec.json.decode(_PYTHON.get(bare, bare))
+        check_json([value], "a value", MAX_TOOL_DEPTH)
+        msgspec.json.encode(value)
     except (BadRequest, msgspec.MsgspecError, OverflowError, RecursionError, UnicodeError):
         return text
-    return found
+    return value

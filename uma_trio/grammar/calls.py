@@ -46,8 +46,8 @@ class AnswerShape:
     @property
     def controls(self) -> dict[str, int]:
         """Characters in markers, and the control tokens for which they stand."""
-        found = [each.controls for each in (self.markers, self.reasoning) if each is not None]
-        return {character: token for controls in found for token, character in controls.items()}
+        controls = [markers.controls for markers in (self.markers, self.reasoning) if markers is not None]
+        return {character: token for characters in controls for token, character in characters.items()}
 
 
 def answer_rules(shape: AnswerShape, text: str | None) -> str:
@@ -69,7 +69,7 @@ def answer_rules(shape: AnswerShape, text: str | None) -> str:
         rules.append(f"text: {text}")
     if markers is not None:
         rules.append(f"call: {' | '.join(f'call_{n}' for n in range(len(shape.tools)))}")
-        before, between, after = (_written(each, markers, controls) for each in markers.written)
+        before, between, after = (_written(part, markers, controls) for part in markers.written)
         number = '":" NUMBER_OF_CALL' if markers.numbered else ""
         n_chars = 0
         for n, tool in enumerate(shape.tools):
@@ -93,7 +93,7 @@ def answer_rules(shape: AnswerShape, text: str | None) -> str:
 
 
 def _calls(shape: AnswerShape, markers: CallMarkers, controls: dict[str, int]) -> str:
-    begin, end = (_written(each, markers, controls) for each in markers.around)
+    begin, end = (_written(part, markers, controls) for part in markers.around)
     more = ""
     if shape.parallel and markers.separator is not None:
         more = f"({_written(markers.separator, markers, controls)} call)*"
@@ -114,7 +114,7 @@ def _reasoning(markers: ReasoningMarkers, controls: dict[str, int]) -> Iterator[
         yield f"thought: free SPACES?\nfree[suffix={json.dumps(end, ensure_ascii=False)}]: /(.|\\n)*/"
     yield "SPACES: /[ \\n]{1,4}/"
     if markers.dropped:
-        yield f"dropped: {' | '.join(literal(each, controls) for each in markers.dropped)}"
+        yield f"dropped: {' | '.join(literal(marker, controls) for marker in markers.dropped)}"
 
 
 def _arguments(n: int, tool: Tool, quote: str | None) -> Iterator[str]:

@@ -45,18 +45,18 @@ def close_objects(schema: dict[str, Any]) -> dict[str, Any]:
 def _closed(node: Any, together: frozenset[int]) -> Any:
     if not isinstance(node, dict):
         return node
-    found = dict(node)
+    closed = dict(node)
     for key in (*INSIDE, *SAME_OBJECT):
         child = node.get(key)
         if isinstance(child, list):
-            found[key] = [_closed(each, together) for each in child]
+            closed[key] = [_closed(part, together) for part in child]
         elif isinstance(child, dict) and _is_schema(key):
-            found[key] = _closed(child, together)
+            closed[key] = _closed(child, together)
         elif isinstance(child, dict):
-            found[key] = {name: _closed(each, together) for name, each in child.items()}
+            closed[key] = {name: _closed(part, together) for name, part in child.items()}
     if id(node) not in together and _names_all(node):
-        found["additionalProperties"] = False
-    return found
+        closed["additionalProperties"] = False
+    return closed
 
 
 def _names_all(node: Mapping[str, Any]) -> bool:
@@ -67,7 +67,7 @@ def _names_all(node: Mapping[str, Any]) -> bool:
         and bool(names)
         and not any(key in node for key in ABOUT_OTHERS)
         and isinstance(needed, list)
-        and all(isinstance(each, str) and each in names for each in needed)
+        and all(isinstance(name, str) and name in names for name in needed)
         and isinstance(n_needed, int)
         and n_needed <= len(names)
     )
@@ -119,8 +119,8 @@ def _target(root: Any, reference: Any) -> Any:
     """The schema that ``$ref`` means; ``None`` if it is not one of this document."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
-    found = root
+    node = root
     for part in filter(None, reference[1:].split("/")):
         name = unquote(part).replace("~1", "/").replace("~0", "~")
-        found = found.get(name) if isinstance(found, dict) else None
-    return found
+        node = node.get(name) if isinstance(node, dict) else None
+    return node

@@ -178,7 +178,7 @@ def _expression(constraint: Constraint) -> str:
     if constraint.regex is not None:
         return in_slashes(constraint.regex)
     assert constraint.choice is not None
-    return "(" + " | ".join([json.dumps(each, ensure_ascii=False) for each in constraint.choice]) + ")"
+    return "(" + " | ".join([json.dumps(choice, ensure_ascii=False) for choice in constraint.choice]) + ")"
 
 
 def _json(schema: dict[str, Any]) -> str:

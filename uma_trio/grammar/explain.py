@@ -27,7 +27,7 @@ _REPLACED: Final[tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...]] =
     (r".*(too many states|[Tt]oo complex|too much memory|memory allocation).*", TOO_COMPLEX),
     (r".*NoExtension.*|Grammar is empty.*", NOTHING_MATCHES),
     (r".*recursion limit exceeded.*|.*maximum recursion depth.*", "it is nested too deeply"),
-    (r"Unimplemented keys: \[(.*)\]", lambda found: f"not supported: {found[1].replace(chr(34), '')}"),
+    (r"Unimplemented keys: \[(.*)\]", lambda match: f"not supported: {match[1].replace(chr(34), '')}"),
     (r"oneOf constraints are not.*", "oneOf is supported only if no value can match two alternatives; use anyOf"),
     (r"Resource '(.*)' is not present.*", r"$ref \1 leads out of the schema; only its own parts can be referred to"),
     (r"Pointer '(.*)' does not exist", r"$ref #\1 leads nowhere"),
@@ -81,9 +81,9 @@ def _field_error(field: str, place: str, error: str) -> FieldError:
 
 
 def _plain(error: str) -> str:
-    found = _REGEX_ERROR.search(error)
-    if found is not None:
-        return found[3]
+    regex_error = _REGEX_ERROR.search(error)
+    if regex_error is not None:
+        return regex_error[3]
     text = " ".join(_EXCERPT.sub("", error).split())
     text = _POSITION.sub("", text, count=1).removeprefix("failed to compile JSON schema: ")
     text = re.sub(r'^invalid regex ".*" \(in regex\): ', "", text)
@@ -108,7 +108,9 @@ def _place(error: str, constraint: Constraint) -> str:
         return f", regex {text}, character {at + 1}"
     if constraint.json_schema is not None:
         keywords = (
-            re.findall(r'"(.*?)"', found[1]) if (found := re.search(r"Unimplemented keys: \[(.*)\]", error)) else []
+            re.findall(r'"(.*?)"', unimplemented[1])
+            if (unimplemented := re.search(r"Unimplemented keys: \[(.*)\]", error))
+            else []
         )
         if keywords:
             return next((f", {place}" for place in _paths_of(constraint.json_schema, keywords[0]) if place), "")
@@ -122,14 +124,14 @@ def _place(error: str, constraint: Constraint) -> str:
 def _paths_of(schema: Any, keyword: str, path: str = "") -> Iterator[str]:
     """The path to each schema in ``schema`` that has ``keyword``, such as ``properties.name``."""
     if isinstance(schema, list):
-        for n, each in enumerate(schema):
-            yield from _paths_of(each, keyword, f"{path}[{n}]")
+        for n, part in enumerate(schema):
+            yield from _paths_of(part, keyword, f"{path}[{n}]")
     elif isinstance(schema, dict):
         if keyword in schema:
             yield path
-        for key, each in schema.items():
-            if key in _MAPS_OF_SCHEMAS and isinstance(each, dict):
-                for name, inner in each.items():
+        for key, part in schema.items():
+            if key in _MAPS_OF_SCHEMAS and isinstance(part, dict):
+                for name, inner in part.items():
                     yield from _paths_of(inner, keyword, f"{path}.{key}.{name}".lstrip("."))
             elif key not in _WITHOUT_SCHEMAS:
-                yield from _paths_of(each, keyword, f"{path}.{key}".lstrip("."))
+                yield from _paths_of(part, keyword, f"{path}.{key}".lstrip("."))

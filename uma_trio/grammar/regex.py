@@ -54,22 +54,22 @@ def own_column(line: str, column: int) -> int:
 
 def own_regex(grammar: str, translated: str) -> str:
     """The expression of a grammar in Lark that became ``translated``."""
-    own = (found[2] for found in _IN_LARK.finditer(grammar) if found[2] is not None)
-    return next((each for each in own if _translated(_pieces(each)) == translated), translated)
+    own = (match[2] for match in _IN_LARK.finditer(grammar) if match[2] is not None)
+    return next((regex for regex in own if _translated(_pieces(regex)) == translated), translated)
 
 
 def _pieces(regex: str) -> Iterator[tuple[str, str]]:
-    for found in _PIECE.finditer(regex):
-        yield found[0], r"\-" if found[1] else _INSTEAD.get(found[0], found[0])
+    for match in _PIECE.finditer(regex):
+        yield match[0], r"\-" if match[1] else _INSTEAD.get(match[0], match[0])
 
 
 def _pieces_of_lark(grammar: str) -> Iterator[tuple[str, str]]:
     end = 0
-    for found in _IN_LARK.finditer(grammar):
-        if found[2] is not None:
-            yield grammar[end : found.start(2)], grammar[end : found.start(2)]
-            yield from _pieces(found[2])
-            end = found.end(2)
+    for match in _IN_LARK.finditer(grammar):
+        if match[2] is not None:
+            yield grammar[end : match.start(2)], grammar[end : match.start(2)]
+            yield from _pieces(match[2])
+            end = match.end(2)
     yield grammar[end:], grammar[end:]
 
 

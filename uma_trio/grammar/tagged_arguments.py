@@ -90,9 +90,9 @@ def _max_length(schema: Any) -> int | None:
 def _choices(schema: Any) -> list[str]:
     if not isinstance(schema, dict):
         return []
-    found = [schema["const"]] if "const" in schema else schema.get("enum")
-    is_text = isinstance(found, list) and all(isinstance(each, str) and each for each in found)
-    return found if isinstance(found, list) and is_text else []
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    is_text = isinstance(values, list) and all(isinstance(value, str) and value for value in values)
+    return values if isinstance(values, list) and is_text else []
 
 
 def _text(name: str, times: str, tags: ParameterTags, controls: Mapping[str, int]) -> Iterator[str]:

@@ -22,8 +22,8 @@ def has_control(text: str) -> bool:
 
 def up_to_control(text: str) -> tuple[str, str]:
     """``text`` in front of its first control token, and from there on."""
-    found = _CONTROL.search(text)
-    return (text, "") if found is None else (text[: found.start()], text[found.start() :])
+    control = _CONTROL.search(text)
+    return (text, "") if control is None else (text[: control.start()], text[control.start() :])
 
 
 def literal(text: str, controls: Mapping[str, int], *, loose: bool = False) -> str:
@@ -35,9 +35,9 @@ def literal(text: str, controls: Mapping[str, int], *, loose: bool = False) -> s
     """
     parts = filter(None, re.split("(\n)", text) if loose else [text])
     return " ".join(
-        '"\\n"?' if loose and part == "\n" else f"<[{controls[each]}]>" if each in controls else quoted(each)
+        '"\\n"?' if loose and part == "\n" else f"<[{controls[run]}]>" if run in controls else quoted(run)
         for part in parts
-        for each in filter(None, _CONTROL.split(part))
+        for run in filter(None, _CONTROL.split(part))
     )
 
 

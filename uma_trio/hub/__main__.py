@@ -134,17 +134,17 @@ def delete(task: Task) -> None:
     places = _places(task)
     folder = ModelFolder(places.folder)
     with folder.editing_aliases() as aliases:
-        if aliases.pop(next((each for each in aliases if each.lower() == task.model.lower()), ""), None) is not None:
+        if aliases.pop(next((alias for alias in aliases if alias.lower() == task.model.lower()), ""), None) is not None:
             return
     _hub_reference(task, places)  # refuses a path
     models = all_models(places)
     reference, _ = resolve(task.model, places)
-    found = find(reference, models, folder.aliases())
-    if found.origin != "uma-trio":
-        raise HubError(f"{found.name} is kept by {found.origin}", "remove it there")
-    if any(str(file.resolve()) in task.in_use for file in found.files):
-        raise InUse(f"{found.name} is loaded", "unload it first: uma-trio models unload")
-    folder.remove(found, aliases_of(found, models, places))
+    model = find(reference, models, folder.aliases())
+    if model.origin != "uma-trio":
+        raise HubError(f"{model.name} is kept by {model.origin}", "remove it there")
+    if any(str(file.resolve()) in task.in_use for file in model.files):
+        raise InUse(f"{model.name} is loaded", "unload it first: uma-trio models unload")
+    folder.remove(model, aliases_of(model, models, places))
 
 
 def copy(task: Task) -> None:

@@ -50,14 +50,14 @@ def packaged_models() -> list[InstalledModel]:
 
 def cached_models(places: ModelLocations) -> list[InstalledModel]:
     """The models of all other programs.  A broken entry counts as none.  Blocks."""
-    found: list[InstalledModel] = []
+    models: list[InstalledModel] = []
     if places.huggingface is not None:
-        found += _huggingface(places.huggingface)
+        models += _huggingface(places.huggingface)
     for folder in places.lmstudio:
-        found += _lmstudio(folder)
+        models += _lmstudio(folder)
     for folder in places.ollama:
-        found += _ollama(folder)
-    return found
+        models += _ollama(folder)
+    return models
 
 
 # -- Hugging Face -----------------------------------------------------------------------------------
@@ -80,12 +80,12 @@ def _huggingface(cache: Path) -> Iterator[InstalledModel]:
 
 def _snapshots(repository: Path) -> list[Path]:
     """The snapshots, that of the main branch first, then the newest."""
-    snapshots = {each.name: each for each in _entries(repository / "snapshots")}
+    snapshots = {snapshot.name: snapshot for snapshot in _entries(repository / "snapshots")}
     try:
         main = read_text(repository / "refs" / "main").strip()
     except (OSError, UnicodeDecodeError):
         main = ""
-    return sorted(snapshots.values(), key=lambda each: (each.name != main, -_modified(each)))
+    return sorted(snapshots.values(), key=lambda snapshot: (snapshot.name != main, -_modified(snapshot)))
 
 
 # -- LM Studio --------------------------------------------------------------------------------------
@@ -124,8 +124,8 @@ _CONFIG: Final = msgspec.json.Decoder(_Config)
 
 def _ollama(folder: Path) -> Iterator[InstalledModel]:
     for path, parts in _ollama_manifests(folder):
-        if (found := _ollama_model(folder, path, *parts)) is not None:
-            yield found
+        if (model := _ollama_model(folder, path, *parts)) is not None:
+            yield model
 
 
 def _ollama_manifests(folder: Path) -> Iterator[tuple[Path, tuple[str, str, str, str]]]:
@@ -146,17 +146,17 @@ def ollama_projectors(model: Path) -> list[Path]:
         model: the file with its weights.
     """
     folder = model.parent.parent
-    found: list[Path] = []
+    projectors: list[Path] = []
     if model.parent.name == "blobs":
         for path, _ in _ollama_manifests(folder):
             try:
                 layers = _MANIFEST.decode(read_text(path)).layers
-                files = [(each.mediaType, _blob(folder, each.digest)) for each in layers]
+                files = [(layer.mediaType, _blob(folder, layer.digest)) for layer in layers]
             except (OSError, UnicodeDecodeError, ValueError, RecursionError):  # as below
                 continue
             if (OLLAMA_MODEL, model) in files:
-                found += [file for kind, file in files if kind == OLLAMA_PROJECTOR and file not in found]
-    return found
+                projectors += [file for kind, file in files if kind == OLLAMA_PROJECTOR and file not in projectors]
+    return projectors
 
 
 def _ollama_model(folder: Path, path: Path, host: str, namespace: str, name: str, tag: str) -> InstalledModel | None:
@@ -188,10 +188,10 @@ def _ollama_model(folder: Path, path: Path, host: str, namespace: str, name: str
 
 
 def _blob(folder: Path, digest: str) -> Path:
-    found = hex_hash(digest)
-    if found is None:
+    hash_hex = hex_hash(digest)
+    if hash_hex is None:
         raise ValueError("not a digest")
-    return folder / "blobs" / f"sha256-{found}"
+    return folder / "blobs" / f"sha256-{hash_hex}"
 
 
 # -- all of them ------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ def _model(place: str, path: str, files: list[Path], origin: Origin) -> Iterator
 def _entries(folder: Path) -> list[Path]:
     """The folders in ``folder``, sorted; none if it cannot be read."""
     try:
-        return sorted(each for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
+        return sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     except OSError:
         return []
 

@@ -108,8 +108,8 @@ class ModelFolder:
     def models(self) -> list[InstalledModel]:
         """All models whose files are whole, by name."""
         paths = gguf_files(self.root)
-        found = [self._model([paths[part] for part in parts]) for parts in group_parts(paths)]
-        return sorted((model for model in found if model is not None), key=lambda model: model.name.lower())
+        whole = [self._model([paths[part] for part in parts]) for parts in group_parts(paths)]
+        return sorted((model for model in whole if model is not None), key=lambda model: model.name.lower())
 
     def find(self, files: Sequence[Path]) -> InstalledModel | None:
         """The model, or the projector, that has these files; ``None`` if they are not whole."""
@@ -163,13 +163,13 @@ class ModelFolder:
 
     def unfinished(self) -> list[tuple[DownloadState, int]]:
         """Downloads that have not ended, each with the bytes that are here."""
-        found = []
+        downloads = []
         with contextlib.suppress(OSError):
             for folder in map(DownloadFolder, sorted((self.root / DOWNLOADS).iterdir())):
                 state = folder.state()
                 if state is not None:
-                    found.append((state, sum(folder.sizes(len(state.sizes)))))
-        return found
+                    downloads.append((state, sum(folder.sizes(len(state.sizes)))))
+        return downloads
 
     def install(self, folder: DownloadFolder, targets: Sequence[Path], manifest: Manifest) -> InstalledModel:
         """Move whole and verified parts from ``folder`` to their places, and write the manifest.  Blocks.
@@ -210,8 +210,8 @@ class ModelFolder:
             self._remove_empty(folder)
         if aliases:
             with self.editing_aliases() as kept:
-                for each in aliases:
-                    kept.pop(each, None)
+                for alias in aliases:
+                    kept.pop(alias, None)
 
     def _remove_projectors(self, folder: Path) -> None:
         """Delete projectors that were downloaded, unless a model is left next to them."""
@@ -284,12 +284,12 @@ class ModelFolder:
 
 def gguf_files(folder: Path) -> dict[str, Path]:
     """The GGUF files in ``folder``, by their paths relative to it; hidden folders are left out."""
-    found = {}
+    paths_by_name = {}
     for directory, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
         paths = [Path(directory, name) for name in names if name.lower().endswith(".gguf")]
-        found.update({path.relative_to(folder).as_posix(): path for path in paths})
-    return found
+        paths_by_name.update({path.relative_to(folder).as_posix(): path for path in paths})
+    return paths_by_name
 
 
 def manifest_path(path: Path) -> Path:

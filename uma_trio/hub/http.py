@@ -45,10 +45,10 @@ CHECK_ADDRESS: Final = "check HF_ENDPOINT or the URL, and whether a proxy asks f
 async def addresses_of(host: str) -> list[str]:
     """The IP addresses of a name; empty if it has none, as behind a proxy that alone resolves names."""
     try:
-        found = await trio.socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        addresses = await trio.socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return []
-    return [str(address[0]) for *_, address in found]
+    return [str(address[0]) for *_, address in addresses]
 
 
 Resolve = Callable[[str], Awaitable[list[str]]]
@@ -182,7 +182,7 @@ def _of_system(error: BaseException | None) -> str:
     while error is not None and not isinstance(error, BaseExceptionGroup):
         error = error.__cause__ or error.__context__
     tried = error.exceptions if error is not None else ()
-    numbers = dict.fromkeys(each.errno for each in tried if isinstance(each, OSError) and each.errno)
+    numbers = dict.fromkeys(attempt.errno for attempt in tried if isinstance(attempt, OSError) and attempt.errno)
     return f" ({', '.join(map(os.strerror, numbers))})" if numbers else ""
 
 

@@ -85,10 +85,10 @@ async def _refusal(
     if status == 404 or code == "RepoNotFound" or (status == 401 and not http.has_token and code != "GatedRepo"):
         # the hub answers 401 for what does not exist, so as not to say which private repositories do
         words = name.partition("/")[2].replace("-", " ").replace("_", " ").removesuffix(" GGUF")
-        found = []
+        similar = []
         with contextlib.suppress(HubError, Interrupted):
-            found = [each for each in await suggestions(http, endpoint, words) if each != name]
-        there = f"; repositories that are similar: {', '.join(found)}" if found else ""
+            similar = [repository for repository in await suggestions(http, endpoint, words) if repository != name]
+        there = f"; repositories that are similar: {', '.join(similar)}" if similar else ""
         private = "" if http.has_token else f"; if it is private, {LOGIN}"
         return HubError(f"there is no repository {name} at {endpoint}", f"check the spelling{there}{private}")
     if status in (401, 403):

@@ -59,12 +59,12 @@ def find_here(text: str, places: ModelLocations) -> LocatedModel:
     if isinstance(reference, PathReference):
         return LocatedModel(path, model_stem(path))  # opening it reports that it is missing or a folder
     try:
-        found = find(reference, all_models(places), ModelFolder(places.folder).aliases())
+        model = find(reference, all_models(places), ModelFolder(places.folder).aliases())
     except NotInstalled as error:
         if isinstance(reference, HubReference | UrlReference):
             raise NotInstalled(error.reason, f"download it with: uma-trio pull {text}") from None
         raise
-    return LocatedModel(found.path, name or found.served_name)
+    return LocatedModel(model.path, name or model.served_name)
 
 
 def find_installed(text: str, places: ModelLocations) -> LocatedModel:
@@ -76,13 +76,13 @@ def find_installed(text: str, places: ModelLocations) -> LocatedModel:
     reference, name = resolve(text, places)
     if isinstance(reference, PathReference) and name is not None:  # an alias, which the user of this machine made
         return LocatedModel(Path(reference.path), name)
-    found = find(reference, all_models(places), ())
-    return LocatedModel(found.path, name or found.served_name)
+    model = find(reference, all_models(places), ())
+    return LocatedModel(model.path, name or model.served_name)
 
 
 def installed_models(places: ModelLocations) -> list[LocatedModel]:
     """All that ``find_installed`` finds by its own name, but the draft model, which answers nobody.  Blocks."""
-    return [LocatedModel(each.path, each.served_name) for each in all_models(places) if each.path != EMBEDDED_DRAFT]
+    return [LocatedModel(model.path, model.served_name) for model in all_models(places) if model.path != EMBEDDED_DRAFT]
 
 
 async def find_or_pull(text: str, places: ModelLocations, reporter: PullReporter) -> LocatedModel:
@@ -121,7 +121,7 @@ def resolve(text: str, places: ModelLocations) -> tuple[Reference, str | None]:
 def aliases_of(model: InstalledModel, models: Iterable[InstalledModel], places: ModelLocations) -> list[str]:
     """The aliases that mean ``model``, one of ``models``."""
     models = [*models]
-    found = []
+    aliases = []
     for name, meaning in ModelFolder(places.folder).aliases().items():
         try:
             reference = parse(meaning, places.endpoint)
@@ -130,12 +130,12 @@ def aliases_of(model: InstalledModel, models: Iterable[InstalledModel], places: 
         except HubError:  # nobody has that model, or the alias was written by hand
             continue
         if path == model.path:
-            found.append(name)
-    return found
+            aliases.append(name)
+    return aliases
 
 
 def _models_in(folder: Path) -> list[Path]:
-    paths = {each.as_posix(): each for each in folder.iterdir() if each.is_file()}
+    paths = {file.as_posix(): file for file in folder.iterdir() if file.is_file()}
     return [paths[parts[0]] for parts in group_parts(paths)]
 
 
@@ -151,18 +151,18 @@ def find(reference: Reference, models: Iterable[InstalledModel], aliases: Iterab
     """
     models = sorted(models, key=lambda model: ORIGINS.index(model.origin))
     text = str(reference)
-    found = _matching(reference, models)
-    if not found:
+    matching = _matching(reference, models)
+    if not matching:
         near = difflib.get_close_matches(text, [*(model.name for model in models), *aliases], n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}? " if near else ""
         raise NotInstalled(
             f"there is no model {text} on this machine", f"{hint}`uma-trio models` lists the installed models"
         )
-    names = list(dict.fromkeys(model.name.lower() for model in found))
+    names = list(dict.fromkeys(model.name.lower() for model in matching))
     if len(names) > 1:
-        shown = ", ".join(dict.fromkeys(model.name for model in found))
+        shown = ", ".join(dict.fromkeys(model.name for model in matching))
         raise HubError(f"{text} may mean {len(names)} models", f"write one of {shown}")
-    return found[0]
+    return matching[0]
 
 
 def _matching(reference: Reference, models: Sequence[InstalledModel]) -> list[InstalledModel]:
@@ -195,18 +195,18 @@ def _by_short_name(name: str, models: Sequence[InstalledModel]) -> list[Installe
         last = without_owner(model.name_without_quantization)
         return place in (last, last.removesuffix("-gguf"))
 
-    if found := [
+    if matching := [
         model for model in models if model.name.lower() in (name, f"{name}:latest", place if not choice else name)
     ]:
-        return found
+        return matching
     if choice:
         return [
             model
             for model in models
             if is_repository(model) and model.name.partition(":")[2].lower() in (choice, f"ud-{choice}")
         ]
-    if found := [model for model in models if model.path.stem.lower() == name]:
-        return found
+    if matching := [model for model in models if model.path.stem.lower() == name]:
+        return matching
     return _preferred([model for model in models if is_repository(model)])
 
 

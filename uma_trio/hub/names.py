@@ -131,11 +131,11 @@ def _of_url(url: str, endpoint: str) -> Reference:
     if not is_hub:
         return UrlReference(url)
     segments = [unquote(segment) for segment in path.strip("/").split("/")]
-    found = _of_hub("/".join(segments[:2])) if len(segments) >= 2 else None
-    if found is not None and len(segments) == 2:
-        return found
-    if found is not None and len(segments) > 4 and segments[2] in ("resolve", "blob", "raw"):
-        return attrs.evolve(found, choice="/".join(segments[4:]), revision=segments[3])
-    if found is not None and len(segments) >= 4 and segments[2] == "tree":
-        return attrs.evolve(found, revision="/".join(segments[3:]))
+    repository = _of_hub("/".join(segments[:2])) if len(segments) >= 2 else None
+    if repository is not None and len(segments) == 2:
+        return repository
+    if repository is not None and len(segments) > 4 and segments[2] in ("resolve", "blob", "raw"):
+        return attrs.evolve(repository, choice="/".join(segments[4:]), revision=segments[3])
+    if repository is not None and len(segments) >= 4 and segments[2] == "tree":
+        return attrs.evolve(repository, revision="/".join(segments[3:]))
     raise HubError(f"{without_secrets(url)} is not the page or the file of a model", EXAMPLES)

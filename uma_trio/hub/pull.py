@@ -165,7 +165,7 @@ class Puller:
             name=model_stem(PurePosixPath(names[0])),
             source=str(reference),
             files=tuple(RemoteFile(without_secrets(url), url=url, sha256=sha256) for url in urls),
-            targets=tuple(self._folder.install_path(*place, each) for each in names),
+            targets=tuple(self._folder.install_path(*place, file_name) for file_name in names),
         )
 
     # -- what is here ---------------------------------------------------------------------------
@@ -173,9 +173,9 @@ class Puller:
     def _find(self, plan: PullPlan) -> InstalledModel | None:
         """The model or the projector, if exactly these files are here.  Blocks."""
         wanted = tuple(file.sha256 for file in plan.files)
-        found = self._folder.find(plan.targets)
-        if found is not None and found.source == plan.source and (None in wanted or found.hashes == wanted):
-            return found
+        installed = self._folder.find(plan.targets)
+        if installed is not None and installed.source == plan.source and (None in wanted or installed.hashes == wanted):
+            return installed
         if None in wanted or plan.sees_for is not None:
             return None
         sizes = [file.size for file in plan.files]

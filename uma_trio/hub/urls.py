@@ -86,18 +86,18 @@ def is_loopback(host: str) -> bool:
 def is_public(address: str) -> bool:
     """Whether an IP address is one of the internet: not of this machine, a private network, or a single link."""
     try:
-        found = ipaddress.ip_address(address.partition("%")[0])
+        ip = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
         return False
-    if isinstance(found, ipaddress.IPv6Address):
-        inner = found.ipv4_mapped or found.sixtofour
-        if found in NAT64:
-            inner = ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)
+    if isinstance(ip, ipaddress.IPv6Address):
+        inner = ip.ipv4_mapped or ip.sixtofour
+        if ip in NAT64:
+            inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
         if inner is not None:
             return is_public(str(inner))
-        if found not in GLOBAL_UNICAST or found in DOCUMENTATION:
+        if ip not in GLOBAL_UNICAST or ip in DOCUMENTATION:
             return False
-    return found.is_global and not found.is_multicast
+    return ip.is_global and not ip.is_multicast
 
 
 def without_secrets(url: str) -> str:

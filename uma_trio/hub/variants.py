@@ -92,9 +92,9 @@ def hex_hash(value: object, digits: int = 64) -> str | None:
 def quantization_of(path: str) -> str:
     """The quantization in the name of a file, or of its folder; ``""`` if there is none."""
     for name in reversed(PurePosixPath(path).parts[-2:]):
-        found: list[str] = QUANTIZATION.findall(name)
-        if found:
-            label = found[-1].upper()
+        labels: list[str] = QUANTIZATION.findall(name)
+        if labels:
+            label = labels[-1].upper()
             return _SPELLINGS.get(label, label)
     return ""
 
@@ -109,13 +109,13 @@ def group_parts(paths: Iterable[str]) -> list[list[str]]:
         match = PART.fullmatch(path)
         key = path if match is None else f"{match['stem']}/{match['count']}"
         whole.setdefault(key, []).append(path)
-    found = []
+    groups = []
     for parts in whole.values():
         match = PART.fullmatch(parts[0])
-        numbers = [int(each["number"]) for each in map(PART.fullmatch, parts) if each is not None]
+        numbers = [int(part["number"]) for part in map(PART.fullmatch, parts) if part is not None]
         if match is None or numbers == [*range(1, int(match["count"]) + 1)]:
-            found.append(parts)
-    return found
+            groups.append(parts)
+    return groups
 
 
 def variants_of(files: Iterable[RemoteFile]) -> list[Variant]:
@@ -128,15 +128,15 @@ def variants_of(files: Iterable[RemoteFile]) -> list[Variant]:
 
 def projector_of(files: Iterable[RemoteFile]) -> RemoteFile | None:
     """The projector for the models of a repository, in 16 bits if there are several; ``None`` if there is none."""
-    found = [file for file in files if fnmatch(PurePosixPath(file.path).name.lower(), PROJECTOR)]
+    projectors = [file for file in files if fnmatch(PurePosixPath(file.path).name.lower(), PROJECTOR)]
     ranks = {name: rank for rank, name in enumerate(PROJECTOR_PREFERRED)}
-    return min(found, key=lambda file: ranks.get(quantization_of(file.path), len(ranks)), default=None)
+    return min(projectors, key=lambda file: ranks.get(quantization_of(file.path), len(ranks)), default=None)
 
 
 def best(labelled: Sequence[tuple[str, T]]) -> T:
     """The item whose quantization comes first in ``PREFERRED``; the first one if none is there."""
     ranks = {name: rank for rank, name in enumerate(PREFERRED)}
-    return min(labelled, key=lambda each: ranks.get(each[0], len(ranks)))[1]
+    return min(labelled, key=lambda pair: ranks.get(pair[0], len(ranks)))[1]
 
 
 def choose(variants: Sequence[Variant], choice: str | None, place: str) -> Variant:
@@ -154,21 +154,29 @@ def choose(variants: Sequence[Variant], choice: str | None, place: str) -> Varia
             f"{place} has no GGUF files", "look for a repository that has some; their names often end with -GGUF"
         )
     there = ", ".join(
-        f"{each.label} ({format_bytes(each.size)})" for each in sorted(variants, key=lambda each: each.size)
+        f"{variant.label} ({format_bytes(variant.size)})"
+        for variant in sorted(variants, key=lambda variant: variant.size)
     )
     if choice is None:
-        return best([(each.quantization, each) for each in variants])
+        return best([(variant.quantization, variant) for variant in variants])
     wanted = choice.lower()
     for names in (
-        lambda each: (each.path, PurePosixPath(each.path).name, PurePosixPath(each.path).stem, each.quantization),
-        lambda each: (each.quantization.removeprefix("UD-"),),
+        lambda variant: (
+            variant.path,
+            PurePosixPath(variant.path).name,
+            PurePosixPath(variant.path).stem,
+            variant.quantization,
+        ),
+        lambda variant: (variant.quantization.removeprefix("UD-"),),
     ):
-        found = [each for each in variants if wanted in [name.lower() for name in names(each)]]
-        if len(found) == 1:
-            return found[0]
-        if found:
-            paths = ", ".join(each.path for each in found)
-            raise HubError(f"{place} has {len(found)} models with {choice}", f"name the file: {place}:FILE, of {paths}")
+        matching = [variant for variant in variants if wanted in [name.lower() for name in names(variant)]]
+        if len(matching) == 1:
+            return matching[0]
+        if matching:
+            paths = ", ".join(variant.path for variant in matching)
+            raise HubError(
+                f"{place} has {len(matching)} models with {choice}", f"name the file: {place}:FILE, of {paths}"
+            )
     raise HubError(
         f"{place} has no {choice}",
         f"it has {there}; write {place}:{best([(v.quantization, v) for v in variants]).label}",

@@ -79,8 +79,8 @@ def _step(nodes: Nodes, states: Nodes, n_text_bytes: int) -> Nodes:
 
 
 def _bases(nodes: Nodes) -> Nodes:
-    found: Nodes = (nodes >> np.uint32(10)) << ((nodes & np.uint32(1 << 9)) >> np.uint32(6))
-    return found
+    bases: Nodes = (nodes >> np.uint32(10)) << ((nodes & np.uint32(1 << 9)) >> np.uint32(6))
+    return bases
 
 
 def _damaged(defect: str) -> GgufError:

@@ -269,7 +269,7 @@ def _check_special_tokens(header: GgufHeader) -> None:
     n_tokens = header.count("tokenizer.ggml.tokens") or 0
     for name, default in DEFAULT_SPECIAL_TOKENS[model].items():
         token = header.values.get(f"tokenizer.ggml.{name}_token_id")
-        usable = any(isinstance(each, int) and 0 <= each < n_tokens for each in (token, default))
+        usable = any(isinstance(number, int) and 0 <= number < n_tokens for number in (token, default))
         if needed[name] and n_tokens and not usable:
             raise GgufError(f"its tokenizer adds the token {name}, and its vocabulary has none")
 

@@ -175,12 +175,12 @@ class GgufHeader:
         array = self._arrays.get(key)
         if array is None or array.kind != _STRING:
             return []
-        read, data, at, found = struct.Struct("<Q").unpack_from, self._data, array.start, []
+        read, data, at, items = struct.Struct("<Q").unpack_from, self._data, array.start, []
         for _ in range(array.count):
             start = at + 8
             at = start + read(data, at)[0]
-            found.append(data[start:at])
-        return found
+            items.append(data[start:at])
+        return items
 
     def _check_version(self) -> None:
         magic = self._data[:4]
@@ -389,8 +389,8 @@ def parts_of(path: Path, count: int) -> list[Path]:
         raise GgufError(
             f"it is part {int(match['number'])} of {count}", f"give the first one: {part_name(match['stem'], 1, count)}"
         )
-    found = [path.with_name(part_name(match["stem"], number, count)) for number in range(1, count + 1)]
-    missing = [each.name for each in found if not each.exists()]
+    parts = [path.with_name(part_name(match["stem"], number, count)) for number in range(1, count + 1)]
+    missing = [part.name for part in parts if not part.exists()]
     if missing:
         raise GgufError(f"{len(missing)} of its {count} parts are missing, the first one {missing[0]}", AGAIN)
-    return found
+    return parts

@@ -55,8 +55,8 @@ def encodes(path: Path) -> tuple[bool, bool]:
 
 def find_projector(model: Path, others: Iterable[Path] = ()) -> Path | None:
     """The projector in the folder of ``model``, or of ``others``; ``None`` unless exactly one file can be it.  Blocks."""
-    found = [path for path in (*model.parent.glob(PATTERN), *others) if _is_of(path, model)]
-    return found[0] if len(found) == 1 else None
+    projectors = [path for path in (*model.parent.glob(PATTERN), *others) if _is_of(path, model)]
+    return projectors[0] if len(projectors) == 1 else None
 
 
 def _is_of(path: Path, model: Path) -> bool:

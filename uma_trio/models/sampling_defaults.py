@@ -28,7 +28,7 @@ def recommended(metadata: Callable[[str], str | None]) -> tuple[dict[str, float]
     Returns:
         The parameters by name, and why others are left out.
     """
-    found: dict[str, float] = {}
+    parameters: dict[str, float] = {}
     problems = []
     known = {setting.name: setting for setting in config.settings() if setting.section == "sampling"}
     for row in PARAMETERS:
@@ -37,21 +37,21 @@ def recommended(metadata: Callable[[str], str | None]) -> tuple[dict[str, float]
         if row.minus_one != -1 and text.startswith("-"):
             text = f"{row.minus_one:g}"
         try:
-            found[row.name] = known[row.name].convert(text, row.gguf)
+            parameters[row.name] = known[row.name].convert(text, row.gguf)
         except config.ConfigError as error:
             problems.append(str(error))
-    return found, problems
+    return parameters, problems
 
 
 def sampling_defaults(settings: config.Sampling, of_model: Mapping[str, float]) -> dict[str, SamplingDefault]:
     """Each parameter with its default: of the server's settings, of the model, or built in, in this order."""
     of_server = given(settings)
-    found = {}
+    defaults = {}
     for name, value in BUILT_IN.items():
         if name in of_server:
-            found[name] = SamplingDefault(of_server[name], "server")
+            defaults[name] = SamplingDefault(of_server[name], "server")
         elif name in of_model:
-            found[name] = SamplingDefault(of_model[name], "model")
+            defaults[name] = SamplingDefault(of_model[name], "model")
         else:
-            found[name] = SamplingDefault(value, "built in")
-    return found
+            defaults[name] = SamplingDefault(value, "built in")
+    return defaults

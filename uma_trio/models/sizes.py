@@ -100,8 +100,10 @@ def sizes_of(header: GgufHeader, *, generates: bool = True) -> ModelSizes:
             input_bytes += tensor.n_bytes
             if tensor.name == "token_embd.weight":
                 embeddings, is_repacked = tensor.n_bytes, tensor.type in REPACKED
-    recurrent = [any(part.startswith(RECURRENT_PARTS) for part in each) for each in parts]
-    attends = [not is_recurrent or "attn_k.weight" in each for is_recurrent, each in zip(recurrent, parts, strict=True)]
+    recurrent = [any(part.startswith(RECURRENT_PARTS) for part in of_layer) for of_layer in parts]
+    attends = [
+        not is_recurrent or "attn_k.weight" in of_layer for is_recurrent, of_layer in zip(recurrent, parts, strict=True)
+    ]
     keys, values, widths = facts.kv_values(n_layers)
     state = facts.state_values() * STATE_VALUE_BYTES
     tied = embeddings if is_tied and generates else 0
@@ -144,8 +146,8 @@ class _Facts:
 
     def by_layer(self, name: str, n_layers: int, default: int) -> list[int]:
         """A number for each layer."""
-        found = self.many(name) or [default]
-        return [found[min(layer, len(found) - 1)] for layer in range(n_layers)]
+        numbers = self.many(name) or [default]
+        return [numbers[min(layer, len(numbers) - 1)] for layer in range(n_layers)]
 
     def kv_values(self, n_layers: int) -> tuple[list[int], list[int], tuple[int, ...]]:
         """Values of keys and of values per token, by layer; and the widths of heads."""
@@ -153,7 +155,7 @@ class _Facts:
         kv_heads = self.by_layer("attention.head_count_kv", n_layers, heads[0] if heads else 1)
         width = self.one("embedding_length") // max(1, max(heads, default=1))
         windowed = self.many("attention.sliding_window_pattern")
-        found: list[list[int]] = []
+        by_kind: list[list[int]] = []
         widths: set[int] = set()
         for kind in ("key", "value"):
             usual = self.one(f"attention.{kind}_length") or width
@@ -162,8 +164,8 @@ class _Facts:
                 with_window if len(windowed) > layer and windowed[layer] else usual for layer in range(n_layers)
             ]
             widths |= {of for of, n in zip(of_layers, kv_heads, strict=True) if n}
-            found.append([n * of for n, of in zip(kv_heads, of_layers, strict=True)])
-        keys, values = found
+            by_kind.append([n * of for n, of in zip(kv_heads, of_layers, strict=True)])
+        keys, values = by_kind
         if self.one("attention.key_length_mla"):  # the cache holds one latent vector, of which the values are a part
             values = [0] * n_layers
         return keys, values, tuple(sorted(widths))

@@ -31,4 +31,4 @@ def existing_parts(path: Path) -> list[Path]:
     others = (
         path.with_name(part_name(match["stem"], n, int(match["count"]))) for n in range(2, int(match["count"]) + 1)
     )
-    return [path, *(each for each in others if each.exists())]
+    return [path, *(part for part in others if part.exists())]

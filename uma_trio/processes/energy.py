@@ -90,8 +90,8 @@ class EnergyMeter:
     @property
     def names(self) -> str:
         """What is counted, for people."""
-        found = [type(each) for each in self.counters]
-        cpus, cards = found.count(RaplZone), found.count(NvidiaCard)
+        kinds = [type(counter) for counter in self.counters]
+        cpus, cards = kinds.count(RaplZone), kinds.count(NvidiaCard)
         parts = [f"{cpus} processor packages (RAPL)"] * bool(cpus) + [f"{cards} cards (NVML)"] * bool(cards)
         return ", ".join(parts)
 
@@ -101,7 +101,7 @@ class EnergyMeter:
         Raises:
             OSError: a counter cannot be read any more.
         """
-        return sum([each.joules() for each in self.counters])
+        return sum([counter.joules() for counter in self.counters])
 
     async def read(self) -> float:
         """As ``joules``, in a thread: NVML takes up to 10 ms.
@@ -127,7 +127,7 @@ def meter_of_this_machine() -> EnergyMeter | None:
 
 def open_meter(powercap: Path = POWERCAP, nvml: str = NVML) -> EnergyMeter:
     """Find the counters of this machine; there may be none.  Takes some milliseconds."""
-    found: list[RaplZone | NvidiaCard] = []
+    counters: list[RaplZone | NvidiaCard] = []
     refused = []
     for folder in sorted(powercap.glob("intel-rapl:*")):
         if folder.name.count(":") > 1:  # a part of a package
@@ -138,9 +138,9 @@ def open_meter(powercap: Path = POWERCAP, nvml: str = NVML) -> EnergyMeter:
             refused.append(f"{folder / 'energy_uj'}: {error.strerror}")
             continue
         if zone is not None:
-            found.append(zone)
-    found += _cards(nvml)
-    return EnergyMeter(tuple(found), "; ".join(refused))
+            counters.append(zone)
+    counters += _cards(nvml)
+    return EnergyMeter(tuple(counters), "; ".join(refused))
 
 
 def _cards(nvml: str) -> list[NvidiaCard]:
@@ -154,7 +154,7 @@ def _cards(nvml: str) -> list[NvidiaCard]:
     except library.NVMLError as error:
         log.info("NVML does not answer", reason=str(error))
         return []
-    found = []
+    cards = []
     for index in range(library.nvmlDeviceGetCount()):
         card = library.nvmlDeviceGetHandleByIndex(index)
 
@@ -165,7 +165,7 @@ def _cards(nvml: str) -> list[NvidiaCard]:
                 raise OSError(f"NVML: {error}") from error
 
         try:
-            found.append(NvidiaCard(read, read()))
+            cards.append(NvidiaCard(read, read()))
         except OSError as error:  # an old card, which does not count
             log.info("a card does not count energy", card=index, reason=str(error))
-    return found
+    return cards

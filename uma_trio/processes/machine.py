@@ -96,11 +96,11 @@ def _cgroup_limits() -> Iterator[tuple[int, int]]:
             continue
         root = CGROUPS / version.folder
         group = root / name.lstrip("/")
-        for each in (group, *(folder for folder in group.parents if folder.is_relative_to(root))):
-            limits = [found for file in version.limits if (found := _number(each / file)) is not None]
-            used = _number(each / version.used)
+        for cgroup in (group, *(folder for folder in group.parents if folder.is_relative_to(root))):
+            limits = [limit for file in version.limits if (limit := _number(cgroup / file)) is not None]
+            used = _number(cgroup / version.used)
             if limits and used is not None and min(limits) < NO_LIMIT:
-                yield min(limits), max(0, used - _statistic(each / "memory.stat", version.droppable))
+                yield min(limits), max(0, used - _statistic(cgroup / "memory.stat", version.droppable))
 
 
 def _number(file: Path) -> int | None:

@@ -233,8 +233,8 @@ class _Child:
             if not chunk:
                 raise self._died()
             answer += chunk
-        found: dict[str, Any] = json.loads(answer.decode("utf-8", "surrogatepass"))
-        return found
+        decoded: dict[str, Any] = json.loads(answer.decode("utf-8", "surrogatepass"))
+        return decoded
 
     def _too_slow(self, computed_s: float, seconds: float, busy_seconds: float) -> NoAnswer:
         if busy_seconds and (used_s := self._cpu_s - computed_s) < seconds:

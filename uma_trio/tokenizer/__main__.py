@@ -30,11 +30,11 @@ def main() -> None:
     path, *library = map(Path, sys.argv[1:])
     try:
         with vocabulary(path, *library) as tokenizer:
-            found = tokenizer_json(read_header(path, vocab_only=True), tokenizer)
+            content = tokenizer_json(read_header(path, vocab_only=True), tokenizer)
     except (CannotExpress, ErrorWithRemedy) as error:
         sys.stdout.write(str(error))
         sys.exit(REFUSED)
-    sys.stdout.buffer.write(msgspec.json.encode(found))
+    sys.stdout.buffer.write(msgspec.json.encode(content))
 
 
 if __name__ == "__main__":

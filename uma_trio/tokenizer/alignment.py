@@ -58,10 +58,10 @@ def align(text: bytes, tokens: Iterable[Spelling], *, space_prefix: bool) -> lis
                     return None
                 spelling, prefixed = spelling[1:], False
             start = at
-            found = _match_end(text, start, spelling)
-            if found is None:
+            spelling_end = _match_end(text, start, spelling)
+            if spelling_end is None:
                 return None
-            at = end = found
+            at = end = spelling_end
         ranges.append((start, end))
     return ranges if at == len(text) else None
 

@@ -121,15 +121,15 @@ class Tokenizer:
             return self.encode(
                 part.text, add_special=add_special, parse_special=part.parse_special, continues=continues
             )
-        found: list[TokenIds] = []
+        ids_of_parts: list[TokenIds] = []
         follows = continues
         for part in parts:
             ids = self.encode(part.text, add_special=False, parse_special=part.parse_special, continues=follows)
-            found.append(ids)
+            ids_of_parts.append(ids)
             follows = not (len(ids) and self._spelling(int(ids[-1]), part.parse_special).special)
         if add_special and not continues:
-            found = self._with_special(parts, found)
-        return np.concatenate([np.empty(0, np.int32), *found])
+            ids_of_parts = self._with_special(parts, ids_of_parts)
+        return np.concatenate([np.empty(0, np.int32), *ids_of_parts])
 
     def encode_around(
         self, texts: Sequence[Sequence[PromptPart]], others: Sequence[TokenIds], *, continues: bool = False
@@ -142,25 +142,25 @@ class Tokenizer:
             texts: each as for ``encode_parts``, or empty; one more than ``others``.
             continues: as in ``encode``.
         """
-        found = [np.empty(0, np.int32)]
+        segments = [np.empty(0, np.int32)]
         for n, text in enumerate(texts):
             if text:
-                found.append(self.encode_parts(text, continues=continues and not n, add_special=False))
-            found += others[n : n + 1]
+                segments.append(self.encode_parts(text, continues=continues and not n, add_special=False))
+            segments += others[n : n + 1]
         if not continues:
-            found = self._with_special(texts[0], found)
+            segments = self._with_special(texts[0], segments)
         starts, at = [], 0
-        for each in found:
-            starts += [at] if any(each is other for other in others) else []
-            at += len(each)
-        return np.concatenate(found), starts
+        for segment in segments:
+            starts += [at] if any(segment is other for other in others) else []
+            at += len(segment)
+        return np.concatenate(segments), starts
 
-    def _with_special(self, first: Sequence[PromptPart], found: Sequence[TokenIds]) -> list[TokenIds]:
-        """``found`` with the special tokens around it, unless its text begins with ``first`` and spells them."""
+    def _with_special(self, first: Sequence[PromptPart], segments: Sequence[TokenIds]) -> list[TokenIds]:
+        """``segments`` with the special tokens around it, unless its text begins with ``first`` and spells them."""
         if first and first[0].parse_special and self._spells_bos(first[0].text):
-            return [*found]
+            return [*segments]
         before, after = self._special_around
-        return [before, *found, after]
+        return [before, *segments, after]
 
     def encode_with_offsets(
         self, text: str, *, add_special: bool = True, parse_special: bool = True, pauses: bool = False
@@ -267,12 +267,12 @@ class Tokenizer:
         return self._texts(looks, TokenAttr.USER_DEFINED) - self.control_tokens
 
     def _texts(self, tokens: Iterable[int], kind: TokenAttr) -> frozenset[str]:
-        found = set()
+        texts = set()
         for token in tokens:
             if self._vocab.attributes(token) & kind and (text := self._spelled(token)):
                 with contextlib.suppress(UnicodeDecodeError):
-                    found.add(text.decode())
-        return frozenset(found)
+                    texts.add(text.decode())
+        return frozenset(texts)
 
     def grammar_vocabulary(self, end_ids: Sequence[int]) -> Vocabulary:
         """The vocabulary for constrained output.
@@ -320,11 +320,11 @@ class Tokenizer:
         return ids
 
     def _checked(self, tokens: TokenIds | Iterable[int]) -> list[int]:
-        found = tokens.tolist() if isinstance(tokens, np.ndarray) else list(tokens)
-        for token in found:
+        ids = tokens.tolist() if isinstance(tokens, np.ndarray) else list(tokens)
+        for token in ids:
             if not isinstance(token, int) or not 0 <= token < self.n_tokens:
                 raise InvalidTokenId(f"token {token!r} is not in [0, {self.n_tokens})")
-        return found
+        return ids
 
     def _spelled(self, token: int) -> bytes:
         return self._bytes[token] or self._vocab.token_to_bytes(token, special=True)
@@ -380,9 +380,9 @@ def open_vocabulary(path: Path, llama_dir: Path | None = None) -> Iterator[Vocab
         try:
             library = llama_abi.load(llama_dir, backends=False)
             model = stack.enter_context(llama_abi.Model(library, path, vocab_only=True))
-            found = VocabOnlyModel(Tokenizer(model.vocab), model.chat_template, model.metadata())
+            vocabulary = VocabOnlyModel(Tokenizer(model.vocab), model.chat_template, model.metadata())
         except llama_abi.LlamaError as error:
             raise LoadError(str(error)) from error
         except llama_abi.LibraryError as error:
             raise LoadError(error.reason, error.remedy) from error
-        yield found
+        yield vocabulary

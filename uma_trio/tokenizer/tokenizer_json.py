@@ -56,8 +56,8 @@ def tokenizer_json(header: GgufHeader, tokenizer: Tokenizer) -> dict[str, Any]:
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            _added(token, tokens[token], found, is_special=tokens[token] in controls)
-            for token, found in tokenizer.whole_tokens()
+            _added(token, tokens[token], spelling, is_special=tokens[token] in controls)
+            for token, spelling in tokenizer.whole_tokens()
         ],
         "post_processor": _around(tokens, tokenizer),
         **parts,
@@ -66,21 +66,21 @@ def tokenizer_json(header: GgufHeader, tokenizer: Tokenizer) -> dict[str, Any]:
 
 def _texts(tokens: Sequence[bytes]) -> list[str]:
     """The tokens as texts, each of which must be there once: a ``tokenizer.json`` has ids by text."""
-    found = [token.decode("utf-8", "replace") for token in tokens]
-    if not found:
+    texts = [token.decode("utf-8", "replace") for token in tokens]
+    if not texts:
         raise CannotExpress("the file has no vocabulary")
-    if len({*found}) < len(found):
+    if len({*texts}) < len(texts):
         raise CannotExpress("several tokens of the vocabulary have the same text")
-    return found
+    return texts
 
 
-def _added(token: int, text: str, found: Spelling, *, is_special: bool) -> dict[str, Any]:
+def _added(token: int, text: str, spelling: Spelling, *, is_special: bool) -> dict[str, Any]:
     return {
         "id": token,
         "content": text,
         "single_word": False,
-        "lstrip": found.strips_left,
-        "rstrip": found.strips_right,
+        "lstrip": spelling.strips_left,
+        "rstrip": spelling.strips_right,
         "normalized": False,
         "special": is_special,
     }
@@ -151,13 +151,13 @@ def sentence_piece_merges(tokens: Sequence[str], scores: Sequence[float], kinds:
         for at, (token, score) in enumerate(zip(tokens, scores, strict=True))
         if at >= len(kinds) or kinds[at] in (NORMAL, UNUSED)
     }
-    found = [(-score, -len(token), token, -at) for token, score in plain.items() for at in _splits(token, plain)]
-    merged = {token: score for score, _, token, _ in found if len({*token}) > 1}
+    merges = [(-score, -len(token), token, -at) for token, score in plain.items() for at in _splits(token, plain)]
+    merged = {token: score for score, _, token, _ in merges if len({*token}) > 1}
     if len({*merged.values()}) < len(merged):
         raise CannotExpress(
             "tokens of the vocabulary have the same score, so that what comes first depends on where it stands in a text"
         )
-    return [[token[:-minus], token[-minus:]] for _, _, token, minus in sorted(found)]
+    return [[token[:-minus], token[-minus:]] for _, _, token, minus in sorted(merges)]
 
 
 def _splits(token: str, known: Mapping[str, float]) -> Iterator[int]:

@@ -21,5 +21,5 @@ def vocabulary(path: Path, llama_dir: Path | None = None) -> Iterator[Tokenizer]
     with contextlib.ExitStack() as stack:
         with explained(path):
             check_gguf(path, vocab_only=True)
-            found = stack.enter_context(open_vocabulary(path, llama_dir))
-        yield found.tokenizer  # outside of ``explained``: errors of the caller are not about the file
+            opened = stack.enter_context(open_vocabulary(path, llama_dir))
+        yield opened.tokenizer  # outside of ``explained``: errors of the caller are not about the file

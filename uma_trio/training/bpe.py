@@ -33,15 +33,15 @@ _SPACES = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 
 def _ranges(category: str) -> str:
     """The inside of a character class with all code points of a Unicode category."""
-    found, start = [], -1
+    ranges, start = [], -1
     for code in range(sys.maxunicode + 2):
         inside = code <= sys.maxunicode and unicodedata.category(chr(code))[0] == category
         if inside and start < 0:
             start = code
         elif not inside and start >= 0:
-            found.append(f"\\U{start:08x}-\\U{code - 1:08x}")
+            ranges.append(f"\\U{start:08x}-\\U{code - 1:08x}")
             start = -1
-    return "".join(found)
+    return "".join(ranges)
 
 
 @functools.cache
@@ -105,16 +105,16 @@ def _pairs(symbols: Sequence[str]) -> list[Pair]:
 
 
 def _merged(symbols: Sequence[str], pair: Pair) -> list[str]:
-    found: list[str] = []
+    merged: list[str] = []
     at = 0
     while at < len(symbols):
         if tuple(symbols[at : at + 2]) == pair:
-            found.append(symbols[at] + symbols[at + 1])
+            merged.append(symbols[at] + symbols[at + 1])
             at += 2
         else:
-            found.append(symbols[at])
+            merged.append(symbols[at])
             at += 1
-    return found
+    return merged
 
 
 @attrs.frozen
@@ -146,15 +146,15 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text.  Does not parse control tokens."""
-        found: list[int] = []
+        encoded: list[int] = []
         for piece in cut(text):
             ids = self._seen.get(piece)
             if ids is None:
                 ids = self._encode_piece(piece)
                 if len(self._seen) < 200_000:
                     self._seen[piece] = ids
-            found.extend(ids)
-        return found
+            encoded.extend(ids)
+        return encoded
 
     def _encode_piece(self, piece: str) -> tuple[int, ...]:
         symbols: list[str] = list(_in_byte_letters(piece))

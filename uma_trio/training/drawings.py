@@ -45,17 +45,17 @@ def some_scene(rng: np.random.Generator) -> Scene:
 
 def draw(scene: Scene, rng: np.random.Generator, side: int) -> Pixels:
     """A picture of ``scene``, ``[side, side, 3]``: places, sizes, angles, shades and background are random."""
-    found = np.empty((side, side, 3), np.float32)
-    found[:] = _background(rng, is_light=scene.colour == "black")
+    picture = np.empty((side, side, 3), np.float32)
+    picture[:] = _background(rng, is_light=scene.colour == "black")
     if not scene.number:
-        found += _nothing(rng, side)
+        picture += _nothing(rng, side)
     one, other = np.array(PAINTS[scene.colour], np.float32)
     paint = one + rng.random() * (other - one) + rng.uniform(-12, 12, 3)
     for x, y, radius in _places(scene.number, rng):
         inside = _coverage(scene.shape, side * x, side * y, side * radius, rng, side)[..., None]
-        found += inside * (paint.astype(np.float32) - found)
-    found += rng.normal(0, rng.choice((0, 0, 4)), found.shape).astype(np.float32)
-    return found.clip(0, 255).astype(np.uint8)
+        picture += inside * (paint.astype(np.float32) - picture)
+    picture += rng.normal(0, rng.choice((0, 0, 4)), picture.shape).astype(np.float32)
+    return picture.clip(0, 255).astype(np.uint8)
 
 
 def _background(rng: np.random.Generator, *, is_light: bool) -> Floats:
@@ -85,14 +85,14 @@ def _places(number: int, rng: np.random.Generator) -> list[tuple[float, float, f
     columns, rows = grids[rng.integers(len(grids))]
     largest = 0.45 / max(columns, rows)
     radius = rng.uniform(min(0.11, 0.7 * largest), largest)
-    found = []
+    places = []
     for cell in rng.permutation(columns * rows)[:number]:
         own = radius * rng.uniform(0.85, 1.0)
         spare_x, spare_y = 0.48 / columns - own, 0.48 / rows - own
         x = (cell % columns + 0.5) / columns + rng.uniform(-spare_x, spare_x)
         y = (cell // columns + 0.5) / rows + rng.uniform(-spare_y, spare_y)
-        found.append((float(x), float(y), float(own)))
-    return found
+        places.append((float(x), float(y), float(own)))
+    return places
 
 
 def _coverage(shape: str, x: float, y: float, radius: float, rng: np.random.Generator, side: int) -> Floats:

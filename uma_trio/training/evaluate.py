@@ -128,10 +128,10 @@ def marks_of(marked: Iterable[Marked]) -> list[Mark]:
     by_skill: dict[str, list[Marked]] = {}
     for one in marked:
         by_skill.setdefault(one.question.skill, []).append(one)
-    found = []
+    marks = []
     for skill, those in by_skill.items():
         least = [min(one.margins) for one in those if one.right]
-        found.append(
+        marks.append(
             Mark(
                 skill,
                 len(those),
@@ -141,7 +141,7 @@ def marks_of(marked: Iterable[Marked]) -> list[Mark]:
                 round(min(least), 2) if least else 0.0,
             )
         )
-    return found
+    return marks
 
 
 def shown(marked: Iterable[Marked]) -> Iterator[Marked]:

@@ -25,8 +25,8 @@ def orthogonal(matrices: Tensor, rounds: int = 5) -> Tensor:
     for _ in range(rounds):
         square = x @ x.mT
         x = _A * x + (_B * square + _C * square @ square) @ x
-    found: Tensor = x.mT if tall else x
-    return found
+    result: Tensor = x.mT if tall else x
+    return result
 
 
 class Muon:

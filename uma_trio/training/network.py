@@ -67,8 +67,8 @@ class Block(nn.Module):
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.attn_output(mixed.transpose(1, 2).reshape(batch, length, wide))
         normed = self.ffn_norm(x)
-        found: Tensor = x + self.ffn_down(F.silu(self.ffn_gate(normed)) * self.ffn_up(normed))
-        return found
+        result: Tensor = x + self.ffn_down(F.silu(self.ffn_gate(normed)) * self.ffn_up(normed))
+        return result
 
 
 class Network(nn.Module):

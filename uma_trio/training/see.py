@@ -69,9 +69,9 @@ class Pool:
         n_parts = -(-n // part)
         with ProcessPoolExecutor(os.cpu_count()) as workers:
             jobs = [workers.submit(_drawn, 10_000 * seed + i, part, shape.side, is_exam) for i in range(n_parts)]
-            found = [job.result() for job in jobs]
-        self.pixels = torch.from_numpy(np.concatenate([pixels for pixels, _ in found]))
-        self.scenes = [scene for _, scenes in found for scene in scenes]
+            parts = [job.result() for job in jobs]
+        self.pixels = torch.from_numpy(np.concatenate([pixels for pixels, _ in parts]))
+        self.scenes = [scene for _, scenes in parts for scene in scenes]
         labels = [
             (s.number, [*PAINTS].index(s.colour), SHAPES.index(s.shape)) if s.number else (0, -100, -100)
             for s in self.scenes
@@ -107,15 +107,15 @@ class Chats:
 
     def batch(self, turns: Sequence[tuple[Turn, bool]], device: str) -> tuple[Tensor, Tensor, Tensor]:
         """Ids ``[n, length]``, columns of the rows ``[n, n_rows]``, and which ids are to be learned."""
-        found = [self.tokens(turn, picture_first=first) for turn, first in turns]
-        length = max([len(ids) for ids, _, _ in found])
-        ids = np.full((len(found), length), self._tokenizer.control(PAD), np.int64)
-        said = np.zeros((len(found), length), bool)
-        for n, (each, _, answer) in enumerate(found):
-            ids[n, : len(each)] = each
-            said[n, answer : len(each)] = True
-        columns = np.array([at for _, at, _ in found])[:, None] + np.arange(self._n_rows)
-        on_device = [torch.from_numpy(each).to(device) for each in (ids, columns, said)]
+        encoded = [self.tokens(turn, picture_first=first) for turn, first in turns]
+        length = max([len(ids) for ids, _, _ in encoded])
+        ids = np.full((len(encoded), length), self._tokenizer.control(PAD), np.int64)
+        said = np.zeros((len(encoded), length), bool)
+        for n, (turn_ids, _, answer) in enumerate(encoded):
+            ids[n, : len(turn_ids)] = turn_ids
+            said[n, answer : len(turn_ids)] = True
+        columns = np.array([at for _, at, _ in encoded])[:, None] + np.arange(self._n_rows)
+        on_device = [torch.from_numpy(array).to(device) for array in (ids, columns, said)]
         return on_device[0], on_device[1], on_device[2]
 
 
@@ -145,12 +145,22 @@ class Trainer:
     def learn(self, pool: Pool, steps: int, batch: int, *, speaks: bool, seconds: float) -> None:
         """Train for so many steps, or for a time: to tell number, colour and shape, and if ``speaks`` to make the model
         answer."""
-        inside = [each for name, each in self.tower.named_parameters() if each.ndim == 2 and "position" not in name]
-        known = {id(each) for each in inside}
-        others = [each for each in (*self.tower.parameters(), *self.labels.parameters()) if id(each) not in known]
+        inside = [
+            parameter
+            for name, parameter in self.tower.named_parameters()
+            if parameter.ndim == 2 and "position" not in name
+        ]
+        known = {id(parameter) for parameter in inside}
+        others = [
+            parameter
+            for parameter in (*self.tower.parameters(), *self.labels.parameters())
+            if id(parameter) not in known
+        ]
         if not speaks:
             inside = [
-                each for name, each in self.tower.v.named_parameters() if each.ndim == 2 and "position" not in name
+                parameter
+                for name, parameter in self.tower.v.named_parameters()
+                if parameter.ndim == 2 and "position" not in name
             ]
         muon, adam = (
             Muon(inside, decay=0.0),
@@ -198,12 +208,12 @@ class Trainer:
         }
 
     def _turns(self, scenes: Sequence[Scene]) -> list[tuple[Turn, bool]]:
-        found = []
+        turns = []
         for scene in scenes:
             turn = about_picture(self.rng, scene)
             turn = Turn(in_passing(self.rng, turn.question), turn.answer)
-            found.append((turn, self.rng.random() < FIRST_SHARE))
-        return found
+            turns.append((turn, self.rng.random() < FIRST_SHARE))
+        return turns
 
     def _said(self, rows: Tensor, turns: Sequence[tuple[Turn, bool]]) -> tuple[Tensor, Tensor]:
         """The loss of the answers, and which of them are right."""
@@ -235,13 +245,13 @@ def main() -> None:
     shape = TowerShape()
     start = time.monotonic()
     pool, exam = Pool(options.pictures, 1, shape), Pool(1024, 2, shape, is_exam=True)
-    for each in (pool, exam):
-        each.move(options.device)
+    for part in (pool, exam):
+        part.move(options.device)
     print(f"{len(pool.scenes)} pictures, {time.monotonic() - start:.0f} s", flush=True)
     trainer = Trainer(shape, options.device)
     trainer.learn(pool, options.looks, 2 * options.batch, speaks=False, seconds=options.seconds / 4)
     trainer.learn(pool, options.steps, options.batch, speaks=True, seconds=options.seconds * 3 / 4)
-    weights = {name: each.detach().cpu().numpy() for name, each in trainer.tower.state_dict().items()}
+    weights = {name: weight.detach().cpu().numpy() for name, weight in trainer.tower.state_dict().items()}
     write_projector(options.out, weights, shape, SHIPPED.n_embd)
     print(f"{options.out}: {options.out.stat().st_size / 2**10:.0f} KiB, {time.monotonic() - start:.0f} s", flush=True)
     print(trainer.exam(exam))

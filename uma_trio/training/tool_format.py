@@ -44,14 +44,14 @@ def parse_calls(answer: str) -> list[tuple[str, dict[str, Any]]] | None:
     if not (answer.startswith(f"{CALL}\n") and answer.endswith(f"\n{CALL_END}")):
         return None
     inside = answer.removeprefix(f"{CALL}\n").removesuffix(f"\n{CALL_END}")
-    found = []
+    calls = []
     for body in inside.split(f"\n{CALL_END}\n{CALL}\n"):
         try:
             call = json.loads(body)
-            found.append((call["name"], call["arguments"]))
+            calls.append((call["name"], call["arguments"]))
         except (ValueError, TypeError, KeyError):
             return None
-    return found
+    return calls
 
 
 def results_text(results: Iterable[str]) -> str:

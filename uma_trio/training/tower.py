@@ -27,10 +27,10 @@ class _Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.ln1(x)
-        q, k, v = (each(normed).unflatten(-1, (self.n_head, -1)).transpose(1, 2) for each in (self.attn_q, self.attn_k, self.attn_v))  # fmt: skip
+        q, k, v = (project(normed).unflatten(-1, (self.n_head, -1)).transpose(1, 2) for project in (self.attn_q, self.attn_k, self.attn_v))  # fmt: skip
         x = x + self.attn_out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        found: Tensor = x + self.ffn_down(F.gelu(self.ffn_up(self.ln2(x)), approximate="tanh"))
-        return found
+        result: Tensor = x + self.ffn_down(F.gelu(self.ffn_up(self.ln2(x)), approximate="tanh"))
+        return result
 
 
 class _Encoder(nn.Module):
@@ -47,8 +47,8 @@ class _Encoder(nn.Module):
         x = self.patch_embd(pixels).flatten(2).transpose(1, 2) + self.position_embd.weight
         for block in self.blk:
             x = block(x)
-        found: Tensor = self.post_ln(x)
-        return found
+        result: Tensor = self.post_ln(x)
+        return result
 
 
 class Tower(nn.Module):

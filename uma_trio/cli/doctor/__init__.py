@@ -54,9 +54,9 @@ def command(as_json: bool, probing: bool, **flags: str | None) -> None:
         findings.append(finding)
         if not as_json:
             _show(finding)
-    worst = next((v for v in ("problem", "warning") if any(found.verdict == v for found in findings)), "ok")
+    worst = next((v for v in ("problem", "warning") if any(finding.verdict == v for finding in findings)), "ok")
     if as_json:
-        click.echo(json.dumps({"verdict": worst, "checks": [attrs.asdict(found) for found in findings]}, indent=2))
+        click.echo(json.dumps({"verdict": worst, "checks": [attrs.asdict(finding) for finding in findings]}, indent=2))
     sys.exit(1 if worst == "problem" else 0)
 
 
@@ -103,6 +103,6 @@ def _examine(flags: dict[str, Any]) -> Iterator[Finding]:
         first, *others = config.models_of(named)
         flags = {**flags, "model": first.model.model, "draft_model": first.model.draft_model}
         yield from guarded("library", lambda: model.check_library_and_model(first, flags))
-        for each in others:
-            yield from guarded("model", functools.partial(model.check_file, each))
+        for other in others:
+            yield from guarded("model", functools.partial(model.check_file, other))
     yield from guarded("socket", lambda: daemon.check_socket(settings))

@@ -108,8 +108,8 @@ def check_folders(settings: Config) -> Iterator[Finding]:
             )
         )
     if operations.perf_log is not None:
-        if (found := _unusable_perf_log(operations.perf_log)) is not None:
-            yield found
+        if (unusable := _unusable_perf_log(operations.perf_log)) is not None:
+            yield unusable
         elif operations.perf_log.is_file() or not operations.perf_log.exists():  # not a pipe or a device
             folders.append(
                 WrittenFolder(
@@ -170,7 +170,7 @@ def cannot_write(folder: Path) -> str | None:
 
 def _existing(path: Path) -> Path:
     """``path``, or the nearest folder above it that this user can see."""
-    return next(each for each in (path.absolute(), *path.absolute().parents) if os.path.lexists(each))
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if os.path.lexists(folder))
 
 
 def _used_mb(folder: Path) -> int:

@@ -93,10 +93,10 @@ def check_file(settings: Config) -> Iterator[Finding]:
         )
 
 
-def _devices(found: dict[str, Any], fix: str) -> Finding:
+def _devices(reported: dict[str, Any], fix: str) -> Finding:
     import msgspec
 
-    devices = msgspec.convert(found, Devices)
+    devices = msgspec.convert(reported, Devices)
     if not devices.found:
         return Finding("devices", "problem", "the library finds no device to compute with", fix)
     remedy = devices.fix or (MEND_PLUGINS if devices.unused_plugins else None)
@@ -162,10 +162,10 @@ def _model(path: Path, embedded: bool, loaded: dict[str, Any] | None, ending: st
     return Finding("model", "ok", f"{path.name}: {about}, training context {loaded['n_ctx_train']} tokens")
 
 
-def _context(found: dict[str, Any]) -> Finding:
-    more = found["more_context"]
+def _context(reported: dict[str, Any]) -> Finding:
+    more = reported["more_context"]
     fix = f"serve with {more}, which gives a request more" if more else None
-    return Finding("context", "warning" if found["context_is_short"] else "ok", found["context"], fix)
+    return Finding("context", "warning" if reported["context_is_short"] else "ok", reported["context"], fix)
 
 
 def _memory(loaded: dict[str, Any]) -> Finding:
@@ -206,11 +206,9 @@ def _layout(loaded: dict[str, Any]) -> Finding:
     return Finding("layout", "ok", f"KV cache: {loaded['layout']} ({why}){ticks}{rule}")
 
 
-def _draft_model(found: dict[str, Any]) -> Finding:
+def _draft_model(reported: dict[str, Any]) -> Finding:
     """Report what the draft model takes.  A draft model that cannot be used is a problem of the model."""
-    message = (
-        f"{found['draft_model']}: {found['draft_call_ms']:.2f} ms a call, {found['draft_token_ms']:.3f} ms a token"
-    )
+    message = f"{reported['draft_model']}: {reported['draft_call_ms']:.2f} ms a call, {reported['draft_token_ms']:.3f} ms a token"
     return Finding("draft model", "ok", f"{message} of a prompt; its vocabulary is that of the model")
 
 

@@ -128,7 +128,7 @@ def _probe_model(settings: Config) -> None:
         layout_why=choice.why,
         layout_is_saved=choice.is_saved,
         layout_rule=choice.rule,
-        layouts={each.layout.name: str(each) for each in choice.measured},
+        layouts={trial.layout.name: str(trial) for trial in choice.measured},
         context=explain_context(info),
         context_is_short=is_short(info, settings.limits),
         more_context=more_context(info),

@@ -46,13 +46,13 @@ Oceania: Australia Canberra, New_Zealand Wellington, Fiji Suva, Papua_New_Guinea
 
 
 def _read(table: str) -> dict[str, tuple[str, str]]:
-    found = {}
+    countries = {}
     for part in table.replace("\n ", " ").strip().splitlines():
         continent, rows = part.split(": ")
         for row in rows.split(", "):
             country, capital = row.strip(" ,").replace("_", "~").split(" ")
-            found[country.replace("~", " ")] = (capital.replace("~", " "), continent.replace("_", " "))
-    return found
+            countries[country.replace("~", " ")] = (capital.replace("~", " "), continent.replace("_", " "))
+    return countries
 
 
 COUNTRIES: dict[str, tuple[str, str]] = _read(_TABLE)

@@ -156,10 +156,10 @@ def change(rng: Random) -> Turn:
 
 
 def _names(rng: Random, amount: int) -> list[str]:
-    found: dict[str, None] = {}
-    while len(found) < amount:
-        found[any_name(rng)] = None
-    return list(found)
+    names: dict[str, None] = {}
+    while len(names) < amount:
+        names[any_name(rng)] = None
+    return list(names)
 
 
 def change_in_list(rng: Random, longest: int = 6) -> Turn:

@@ -54,10 +54,10 @@ def returned(rng: Random, names: str, arguments: Mapping[str, Value]) -> str:
         )
     if fields and fields != ["list"] and kind < 0.6:
         kept = rng.sample(fields, rng.randint(1, len(fields)))
-        found: dict[str, object] = {name: _field(rng, name) for name in kept}
+        record: dict[str, object] = {name: _field(rng, name) for name in kept}
         if arguments and rng.random() < 0.3:
-            found = {**dict([rng.choice(tuple(arguments.items()))]), **found}
-        return written(found)
+            record = {**dict([rng.choice(tuple(arguments.items()))]), **record}
+        return written(record)
     if kind < 0.75:
         return written(records.free(rng))
     if kind < 0.85:

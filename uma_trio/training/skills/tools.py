@@ -77,16 +77,16 @@ def _styled(rng: Random, name: str, *, described: bool) -> str:
 
 
 def _property(rng: Random, name: str, parameter: Parameter, *, described: bool) -> dict[str, object]:
-    found: dict[str, object] = dict(parameter.slot.schema)
+    schema: dict[str, object] = dict(parameter.slot.schema)
     if described:
-        found["description"] = rng.choice(parameter.about)
+        schema["description"] = rng.choice(parameter.about)
     if rng.random() < 0.04:
-        found["title"] = name.replace("_", " ").title()
+        schema["title"] = name.replace("_", " ").title()
     if rng.random() < 0.15:
-        items = list(found.items())
+        items = list(schema.items())
         rng.shuffle(items)
         return dict(items)
-    return found
+    return schema
 
 
 def _bind(rng: Random, kind: Kind) -> Tool:
@@ -146,15 +146,15 @@ def _neighbour(rng: Random, tool: Tool) -> Kind:
 
 def _tools(rng: Random, amount: int, *, new: bool = False) -> list[Tool]:
     """Tools that a question cannot confuse: each of its own kind and name."""
-    found: list[Tool] = []
-    while len(found) < amount:
+    tools: list[Tool] = []
+    while len(tools) < amount:
         tool = _tool(rng, new=new)
-        if found and tool.kind not in KINDS and found[-1].kind not in KINDS and rng.random() < 0.3:
-            tool = _tool(rng, _neighbour(rng, found[-1]), new=new)
-        names = {word for other in found for word in (other.name, *other.kind.names)}
-        if tool.name not in names and tool.kind.names[0] not in names and not _alike(tool, found):
-            found.append(tool)
-    return found
+        if tools and tool.kind not in KINDS and tools[-1].kind not in KINDS and rng.random() < 0.3:
+            tool = _tool(rng, _neighbour(rng, tools[-1]), new=new)
+        names = {word for other in tools for word in (other.name, *other.kind.names)}
+        if tool.name not in names and tool.kind.names[0] not in names and not _alike(tool, tools):
+            tools.append(tool)
+    return tools
 
 
 _ALIKE = (
