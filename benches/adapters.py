@@ -67,11 +67,11 @@ async def run(path: Path, n_streams: int, n_sets: int, tokens: int) -> Figures:
     async with snapshots(path) as counted, anyio.create_task_group() as group:
         for number in range(n_streams):
             group.start_soon(stream, number, " ".join(rng.choices(WORDS, k=PROMPT_WORDS)))
-    began, ended = max(each[0] for each in times), min(each[-1] for each in times)
+    began, ended = max(stream_times[0] for stream_times in times), min(stream_times[-1] for stream_times in times)
     gaps = [
         1e3 * (after - before)
-        for each in times
-        for before, after in itertools.pairwise(each)
+        for stream_times in times
+        for before, after in itertools.pairwise(stream_times)
         if before >= began and after <= ended
     ]
     if len(gaps) < 10 * n_streams:
@@ -88,15 +88,15 @@ async def run(path: Path, n_streams: int, n_sets: int, tokens: int) -> Figures:
 @contextlib.asynccontextmanager
 async def snapshots(path: Path) -> AsyncIterator[list[Any]]:
     """The metrics before and after the block."""
-    found: list[Any] = []
+    snapshots_taken: list[Any] = []
 
     async def add() -> None:
         async with open_client(path) as client:
             assert isinstance(client, Client)
-            found.append(await client.metrics())
+            snapshots_taken.append(await client.metrics())
 
     await add()
-    yield found
+    yield snapshots_taken
     await add()
 
 
@@ -138,8 +138,8 @@ def main(sets_text: str, targets: str, csv_file: Path | None, **options: Any) ->
                 runs: dict[int, list[Figures]] = {n_sets: [] for n_sets in sets}
                 for number in range(options["repeat"]):
                     for n_sets in sets if number % 2 else reversed(sets):
-                        runs[n_sets].append(found := await run(daemon.path, n_streams, n_sets, tokens))
-                        file.add(number + 1, n_sets, *attrs.astuple(found))
+                        runs[n_sets].append(figures := await run(daemon.path, n_streams, n_sets, tokens))
+                        file.add(number + 1, n_sets, *attrs.astuple(figures))
         click.echo(show(runs, n_streams))
 
     carry_out(work)
@@ -149,7 +149,7 @@ def show(runs: dict[int, list[Figures]], n_streams: int) -> str:
     """The medians of all runs, and their ratios."""
 
     def median(n_sets: int, name: str) -> float:
-        return statistics.median([getattr(each, name) for each in runs[n_sets]])
+        return statistics.median([getattr(figures, name) for figures in runs[n_sets]])
 
     def row(n_sets: int) -> Sequence[str]:
         label = f"{n_streams} plain" if n_sets == PLAIN else f"{n_sets} adapters x {n_streams / n_sets:g}"

@@ -116,7 +116,7 @@ def client_cases(rest: Any, wasm: Path) -> Iterator[Case]:
 
     def tags() -> bool:
         rest.tag_module(module, ["mine"])
-        return "mine" in [each["tag"] for each in rest.list_tags()]
+        return "mine" in [listed["tag"] for listed in rest.list_tags()]
 
     def plain() -> bool:
         answer = rest.run_controller(controller="none", controller_arg="Once upon a time", max_tokens=5)
@@ -195,8 +195,8 @@ def comms_cases(reference: Path) -> list[Case]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMMS_S, check=False)
     except subprocess.TimeoutExpired:
         return [Case("comms.py", "FAIL", f"no end after {COMMS_S:g} s")]
-    found = [Case(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith('{"name"')]
-    return [*found, *([Case("comms.py", "FAIL", done.stderr.strip()[-200:])] if done.returncode else [])]
+    cases = [Case(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith('{"name"')]
+    return [*cases, *([Case("comms.py", "FAIL", done.stderr.strip()[-200:])] if done.returncode else [])]
 
 
 def all_cases(reference: Path, tsc: str | None, port: int) -> Iterator[Case]:

@@ -82,12 +82,12 @@ class Others:
             while True:
                 self.begin()
                 await trio.sleep(PAUSE_S)
-                if max(each.longest_ms() for each in (*self.streams, self.probe)) < QUIET_MS:
+                if max(waits.longest_ms() for waits in (*self.streams, self.probe)) < QUIET_MS:
                     return
 
     def begin(self) -> None:
-        for each in (*self.streams, self.probe):
-            each.begin()
+        for waits in (*self.streams, self.probe):
+            waits.begin()
 
 
 @attrs.frozen
@@ -175,7 +175,7 @@ async def measured(connect: Connect, content: bytes, n: int, others: Others, lim
         for _ in range(n):
             nursery.start_soon(one)
     await trio.sleep(PAUSE_S)
-    gap_ms = max(each.longest_ms() for each in others.streams)
+    gap_ms = max(waits.longest_ms() for waits in others.streams)
     return Found(gap_ms, others.probe.longest_ms(), answers)
 
 
@@ -205,8 +205,8 @@ async def work(
                 else:
                     connect = partial(trio.open_tcp_stream, HOST, port)
                     content = request(shape.method, shape.path, shape.body(), key=keys[1])
-                found = [await measured(connect, content, n, others, limit_s) for n in at_once]
-                rows.append(_row(shape, content, found))
+                rounds = [await measured(connect, content, n, others, limit_s) for n in at_once]
+                rows.append(_row(shape, content, rounds))
                 show(" | ".join(rows[-1]))
             nursery.cancel_scope.cancel()
     return rows
@@ -217,9 +217,11 @@ def _new_key(file: Path, name: str) -> str:
     return result.stdout.strip()
 
 
-def _row(shape: Shape | Frame, content: bytes, found: Sequence[Found]) -> list[str]:
-    answers = "; ".join(", ".join(f"{n} x {status}" for status, n in each.answers.items()) for each in found)
-    figures = [cell(ms, 0) for each in found for ms in (each.gap_ms, each.probe_ms)]
+def _row(shape: Shape | Frame, content: bytes, rounds: Sequence[Found]) -> list[str]:
+    answers = "; ".join(
+        ", ".join(f"{n} x {status}" for status, n in measurement.answers.items()) for measurement in rounds
+    )
+    figures = [cell(ms, 0) for measurement in rounds for ms in (measurement.gap_ms, measurement.probe_ms)]
     return [shape.name, f"{len(content) / MIB:.1f}", *figures, answers]
 
 

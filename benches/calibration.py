@@ -91,7 +91,9 @@ class EngineClock:
 
     async def run(self, daemon: int) -> None:
         """Sample until cancelled."""
-        engine = next(each for each in psutil.Process(daemon).children() if "engine" in " ".join(each.cmdline()))
+        engine = next(
+            process for process in psutil.Process(daemon).children() if "engine" in " ".join(process.cmdline())
+        )
         while True:
             times = engine.cpu_times()
             self.samples.append((trio.current_time(), times.user + times.system))
@@ -142,7 +144,7 @@ class Outcome:
 
 
 async def ask(
-    path: Path, prompt: str, sizes: tuple[int, int], deadline_s: float, load: Load, found: list[Outcome]
+    path: Path, prompt: str, sizes: tuple[int, int], deadline_s: float, load: Load, outcomes: list[Outcome]
 ) -> None:
     """Send a request; keep its first forecast if it got one.  If its deadline is refused, send it again without."""
     fields = {"max_tokens": sizes[1], "ignore_eos": not load.ends_itself}
@@ -181,21 +183,21 @@ async def ask(
             is_refused=is_refused,
             is_late=ended - sent > deadline_s,
         )
-        found.append(outcome)
+        outcomes.append(outcome)
 
 
 async def offer(path: Path, load: Load, tokenizer: Tokenizer) -> list[Outcome]:
     """Send the requests at random times."""
     rng = random.Random(load.seed)
-    found: list[Outcome] = []
+    outcomes: list[Outcome] = []
     async with trio.open_nursery() as nursery:
         for _ in range(load.requests):
             sizes = rng.choice(load.prompt_tokens), rng.choice(load.tokens)
             prompt = of_tokens(tokenizer, rng, sizes[0])
             deadline_s = load.deadline_s * DEADLINES ** -rng.random() if load.deadline_s else math.inf
-            nursery.start_soon(ask, path, prompt, sizes, deadline_s, load, found)
+            nursery.start_soon(ask, path, prompt, sizes, deadline_s, load, outcomes)
             await trio.sleep(rng.expovariate(load.rate))
-    return found
+    return outcomes
 
 
 def share(ratios: Sequence[float]) -> float:
@@ -203,18 +205,18 @@ def share(ratios: Sequence[float]) -> float:
     return sum([abs(ratio - 1) <= GOOD for ratio in ratios]) / len(ratios)
 
 
-def show(found: Sequence[Outcome]) -> str:
+def show(outcomes: Sequence[Outcome]) -> str:
     """A row for all, for each class, and the name of the worst one."""
     by_class: defaultdict[str, list[Outcome]] = defaultdict(list)
-    for outcome in found:
+    for outcome in outcomes:
         for name in ("all", *outcome.classes):
             by_class[name].append(outcome)
     rows = []
-    for name, outcomes in sorted(by_class.items(), key=lambda item: (item[0] != "all", item[0] not in PLACES, item[0])):
-        starts, ends = zip(*[outcome.ratios for outcome in outcomes], strict=True)
-        steady = [each.end_ms / max(each.steady_end_ms, 1e-3) for each in outcomes]
+    for name, of_class in sorted(by_class.items(), key=lambda item: (item[0] != "all", item[0] not in PLACES, item[0])):
+        starts, ends = zip(*[outcome.ratios for outcome in of_class], strict=True)
+        steady = [outcome.end_ms / max(outcome.steady_end_ms, 1e-3) for outcome in of_class]
         rows.append([
-            name, str(len(outcomes)), cell(100 * share(starts), 0), cell(percentile(starts, 50), 2),
+            name, str(len(of_class)), cell(100 * share(starts), 0), cell(percentile(starts, 50), 2),
             cell(100 * share(ends), 0), cell(percentile(ends, 10), 2), cell(percentile(ends, 50), 2),
             cell(percentile(ends, 90), 2), cell(100 * share(steady), 0), cell(percentile(steady, 50), 2),
         ])  # fmt: skip
@@ -231,11 +233,12 @@ def show(found: Sequence[Outcome]) -> str:
         "p50",
     )
     worst = min(by_class, key=lambda name: share([outcome.ratios[1] for outcome in by_class[name]]))
-    refused, let_in = [each for each in found if each.is_refused], [each for each in found if not each.is_refused]
-    n_early, n_late = sum(not each.is_late for each in refused), sum(each.is_late for each in let_in)
+    refused = [outcome for outcome in outcomes if outcome.is_refused]
+    let_in = [outcome for outcome in outcomes if not outcome.is_refused]
+    n_early, n_late = sum(not outcome.is_late for outcome in refused), sum(outcome.is_late for outcome in let_in)
     return (
         f"{table(header, rows)}\nworst by the end: {worst}\n"
-        f"deadlines: {len(refused)} of {len(found)} refused, of which {n_early} would have been met; {n_late} let in and missed"
+        f"deadlines: {len(refused)} of {len(outcomes)} refused, of which {n_early} would have been met; {n_late} let in and missed"
     )
 
 
@@ -306,17 +309,20 @@ def main(csv_file: Path | None, join: Sequence[Path], serve_flags: Sequence[str]
                     async with trio.open_nursery() as nursery:
                         nursery.start_soon(clock.run, daemon.pid)
                         await trio.sleep(SAMPLE_S)
-                        found = await offer(daemon.path, load, tokenizer)
+                        outcomes = await offer(daemon.path, load, tokenizer)
                         nursery.cancel_scope.cancel()
-        found = [attrs.evolve(each, steady_end_ms=clock.steady_ms(each.at, each.true_end_ms)) for each in found]
+        outcomes = [
+            attrs.evolve(outcome, steady_end_ms=clock.steady_ms(outcome.at, outcome.true_end_ms))
+            for outcome in outcomes
+        ]
         file = RunsFile(csv_file, [*COLUMNS])
-        for each in found:
-            file.add(*attrs.astuple(each))
-        return found
+        for outcome in outcomes:
+            file.add(*attrs.astuple(outcome))
+        return outcomes
 
-    found = carry_out(work)
-    click.echo(show(found))
-    click.echo(f"{len(found)} of {load.requests} requests got a forecast before their first token")
+    outcomes = carry_out(work)
+    click.echo(show(outcomes))
+    click.echo(f"{len(outcomes)} of {load.requests} requests got a forecast before their first token")
 
 
 if __name__ == "__main__":

@@ -111,8 +111,8 @@ class Load:
                 # at random distances from the end of a step
                 moment_s = rng.uniform(0.2, 0.6) * long_s if case.moment == "prefill" else None
                 victim = _Victim(case.way, rig, question(self.long_tokens, MAX_TOKENS), rng.randint(3, 12))
-                found = await _cancel_and_wait(victim, moment_s, rig, question(NEXT_TOKENS, 1))
-                next_s += [found] if found is not None else []
+                next_token_s = await _cancel_and_wait(victim, moment_s, rig, question(NEXT_TOKENS, 1))
+                next_s += [next_token_s] if next_token_s is not None else []
                 if len(next_s) == self.repeat:
                     break
             else:
@@ -122,7 +122,7 @@ class Load:
         snapshot = await rig.transport.snapshot() if isinstance(rig.transport, Daemon) else {}
         return Found(
             alone_ms=1e3 * statistics.median(alone_s),
-            next_ms=[1e3 * each for each in next_s],
+            next_ms=[1e3 * seconds for seconds in next_s],
             free_p50_ms=snapshot.get("cancel_to_free_p50_ms"),
             free_max_ms=snapshot.get("cancel_to_free_max_ms"),
         )
@@ -208,12 +208,12 @@ async def _ttft_s(rig: Rig, question: Question) -> float:
     return came[0] - began
 
 
-def show(found: dict[Case, Found]) -> str:
+def show(measurements: dict[Case, Found]) -> str:
     header = (
         "", "cancelled during", "by", "KV free p50 ms", "max", "next first token p50 ms", "max", "idle p50 ms", "p50 - idle",
     )  # fmt: skip
     lines = []
-    for case, f in found.items():
+    for case, f in measurements.items():
         p50 = statistics.median(f.next_ms)
         lines.append([
             case.server, case.moment, case.way, cell(f.free_p50_ms), cell(f.free_max_ms), cell(p50), cell(max(f.next_ms)),
@@ -259,17 +259,17 @@ def main(csv_file: Path | None, **options: Any) -> None:
             rigs[SERVER] = partial(llama_server_rig, options["peers"], serving, shlex.split(options["rival_flags"]))
         click.echo(f"servers   {serving}\nload      {load}\n")
         file = RunsFile(csv_file, ["server", "moment", "way", "next_first_token_ms"])
-        found: dict[Case, Found] = {}
+        measurements: dict[Case, Found] = {}
         with vocabulary(place.model) as tokenizer:
             for case in CASES:
                 if case.server not in rigs:
                     continue
                 async with rigs[case.server]() as rig:
-                    found[case] = await load.of(case, rig, tokenizer, place)
-                for ms in found[case].next_ms:
+                    measurements[case] = await load.of(case, rig, tokenizer, place)
+                for ms in measurements[case].next_ms:
                     file.add(case.server, case.moment, case.way, ms)
-                click.echo(f"{case}: {statistics.median(found[case].next_ms):.1f} ms")
-        return found
+                click.echo(f"{case}: {statistics.median(measurements[case].next_ms):.1f} ms")
+        return measurements
 
     click.echo(f"\n{show(carry_out(work))}")
 

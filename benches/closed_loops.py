@@ -102,12 +102,12 @@ class Figures:
 NAMES: Final = [field.name for field in attrs.fields(Figures)]
 
 
-def show(found: dict[Cell, dict[str, Figures]]) -> str:
+def show(measurements: dict[Cell, dict[str, Figures]]) -> str:
     """A row for each cell: ours / theirs, and the ratios."""
     header = ["clients x prompt + answer", "wall s", "ratio", "TTFT ms", "ratio", "ITL ms", "ratio", "gap p99 ms", "ratio", "latency ms", "ratio"]  # fmt: skip
     shown = {"wall_s": 2, "ttft_ms": 0, "itl_ms": 1, "gap_p99_ms": 0, "latency_ms": 0}
     lines = []
-    for cell, servers in found.items():
+    for cell, servers in measurements.items():
         rival, *mine = servers.values()
         line = [str(cell)]
         for name, digits in shown.items():
@@ -132,7 +132,7 @@ async def measured(
     place: Place, contestants: Sequence[Contender], cells: Sequence[Cell], each: int, repeat: int, file: RunsFile
 ) -> str:
     """Start all servers, run all cells on each of them in turns, and return the table."""
-    found: dict[Cell, dict[str, Figures]] = {}
+    measurements: dict[Cell, dict[str, Figures]] = {}
     with vocabulary(place.model) as tokenizer:
         async with contextlib.AsyncExitStack() as stack:
             rigs = {one: without_speculation(await stack.enter_async_context(one.rig())) for one in contestants}
@@ -146,9 +146,9 @@ async def measured(
                         figures = await run(rig, cell, streams, place)
                         runs.setdefault(str(contender), []).append(figures)
                         file.add(at + 1, cell, contender.server, contender.setting, *attrs.astuple(figures))
-                found[cell] = {name: medians(mine) for name, mine in runs.items()}
-                click.echo(show({cell: found[cell]}).splitlines()[-1])
-    return show(found)
+                measurements[cell] = {name: medians(mine) for name, mine in runs.items()}
+                click.echo(show({cell: measurements[cell]}).splitlines()[-1])
+    return show(measurements)
 
 
 @bench()

@@ -131,9 +131,9 @@ def numbers(text: str, option: str, kind: Callable[[str], Any] = int) -> list[An
         click.BadParameter: it is not a list of numbers above 0.
     """
     try:
-        found = [kind(part) for part in text.split(",")]
-        if min(found) > 0:
-            return found
+        values = [kind(part) for part in text.split(",")]
+        if min(values) > 0:
+            return values
     except ValueError:
         pass
     raise click.BadParameter("expected numbers above 0, separated by commas", param_hint=option) from None
@@ -145,7 +145,7 @@ def choices(text: str, option: str, allowed: Sequence[str]) -> list[str]:
     Raises:
         click.BadParameter: one of the values is not in ``allowed``.
     """
-    found = text.split(",")
-    if set(found) <= set(allowed):
-        return found
+    values = text.split(",")
+    if set(values) <= set(allowed):
+        return values
     raise click.BadParameter(f"expected values of {', '.join(allowed)}, separated by commas", param_hint=option)

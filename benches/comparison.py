@@ -169,8 +169,8 @@ class Comparison:
             at = {ours: self._against(ours, rival) for ours in self.ours}
             best = min(at, key=lambda ours: (max(at[ours]), sum(at[ours])))
             wall, p99 = at[best]
-            found = str(best) if max(wall, p99) <= 1 else f"none; the nearest is {best}"
-            lines.append([str(rival), found, f"{wall:.2f}", f"{p99:.2f}"])
+            setting = str(best) if max(wall, p99) <= 1 else f"none; the nearest is {best}"
+            lines.append([str(rival), setting, f"{wall:.2f}", f"{p99:.2f}"])
         return table(["", "at least as good in both", "wall ratio", "p99 ratio"], lines)
 
     def _against(self, ours: Contender, rival: Contender) -> tuple[float, float]:

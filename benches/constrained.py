@@ -125,7 +125,9 @@ async def first_tokens(transport: Transport, sizes: Sequence[int]) -> list[list[
             "required": names,
             "additionalProperties": False,
         }
-        rows.append([str(size), *[cell(await _ttft_ms(transport, each), 1) for each in (schema, schema, None)]])
+        rows.append(
+            [str(size), *[cell(await _ttft_ms(transport, properties), 1) for properties in (schema, schema, None)]]
+        )
     return rows
 
 
@@ -184,9 +186,9 @@ def main(counts: str, properties: str, csv_file: Path | None, **options: Any) ->
                 runs: dict[tuple[str, bool], list[Figures]] = {}
                 for number in range(repeat):
                     for server, constrained in itertools.product(rigs, (False, True) if number % 2 else (True, False)):
-                        found = await run(rigs[server], count, tokens, schema if constrained else None, place.pins)
-                        runs.setdefault((server, constrained), []).append(found)
-                        file.add(server, number + 1, count, constrained, *attrs.astuple(found))
+                        figures = await run(rigs[server], count, tokens, schema if constrained else None, place.pins)
+                        runs.setdefault((server, constrained), []).append(figures)
+                        file.add(server, number + 1, count, constrained, *attrs.astuple(figures))
                 for server in rigs:
                     rows += rows_of(f"{count}, {server}", medians(runs[server, False]), medians(runs[server, True]))
             click.echo(table(["streams", "tok/s", "ITL p50 ms", "p99", "server us", "mask wait ms"], rows))
@@ -204,10 +206,10 @@ def main(counts: str, properties: str, csv_file: Path | None, **options: Any) ->
 def rows_of(name: str, without: Figures, with_schema: Figures) -> list[list[str]]:
     """Rows of both and of their ratio."""
     rows = [
-        [f"{name}, {label}", *[cell(getattr(found, each), 3) for each in NAMES]]
-        for label, found in (("without", without), ("with", with_schema))
+        [f"{name}, {label}", *[cell(getattr(figures, field), 3) for field in NAMES]]
+        for label, figures in (("without", without), ("with", with_schema))
     ]
-    ratios = [getattr(with_schema, each) / getattr(without, each) for each in NAMES[:4]]
+    ratios = [getattr(with_schema, field) / getattr(without, field) for field in NAMES[:4]]
     return [*rows, [f"{name}, ratio", *[cell(ratio, 3) for ratio in ratios], ""]]
 
 

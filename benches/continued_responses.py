@@ -82,7 +82,7 @@ def respond(client: openai.OpenAI, text: str, previous: str | None = None) -> tu
 
 async def measure(flags: Sequence[str], texts: Sequence[str], pins: Any) -> list[Times]:
     """Begin a conversation with each text, continue it, and continue it once more after a restart of the daemon."""
-    found, ids = [], []
+    all_times, ids = [], []
     async with serving(flags, pins) as (client, path), open_client(path) as daemon:
         await trio.to_thread.run_sync(respond, client, "Hello")
         for text in texts:
@@ -90,24 +90,28 @@ async def measure(flags: Sequence[str], texts: Sequence[str], pins: Any) -> list
             times = Times(cold_ms)
             times.warm_ms, response = await trio.to_thread.run_sync(respond, client, "And then?", response.id)
             times.warm_cached = response.usage.input_tokens_details.cached_tokens
-            found.append(times)
+            all_times.append(times)
             ids.append(response.id)
         await offloaded(daemon, len(texts))
     async with serving(flags, pins) as (client, _):
         await trio.to_thread.run_sync(respond, client, "Hello")
-        for times, previous in zip(found, ids, strict=True):
+        for times, previous in zip(all_times, ids, strict=True):
             times.restored_ms, response = await trio.to_thread.run_sync(respond, client, "And then?", previous)
             times.restored_cached = response.usage.input_tokens_details.cached_tokens
-    return found
+    return all_times
 
 
-def show(found: Sequence[Times]) -> str:
+def show(all_times: Sequence[Times]) -> str:
     """A row for each way to continue, relative to the first response."""
-    cold = statistics.median([each.cold_ms for each in found])
+    cold = statistics.median([times.cold_ms for times in all_times])
     rows = [["first response", cell(cold), "100.0 %", "-"]]
     for name, ms, cached in (
-        ("continued", [each.warm_ms for each in found], [each.warm_cached for each in found]),
-        ("continued after a restart", [each.restored_ms for each in found], [each.restored_cached for each in found]),
+        ("continued", [times.warm_ms for times in all_times], [times.warm_cached for times in all_times]),
+        (
+            "continued after a restart",
+            [times.restored_ms for times in all_times],
+            [times.restored_cached for times in all_times],
+        ),
     ):
         middle = statistics.median(ms)
         rows.append([name, cell(middle), f"{100 * middle / cold:.1f} %", f"{min(cached):,}"])
@@ -141,11 +145,11 @@ def main(repeat: int, csv_file: Path | None, serve_flags: Sequence[str], **optio
             flags = [*uma_trio_flags(serving), "--state-dir", state, *OFFLOAD_NOW, *serve_flags]
             return await measure(flags, texts, place.pins)
 
-    found = carry_out(work)
+    all_times = carry_out(work)
     file = RunsFile(csv_file, ["cold_ms", "warm_ms", "restored_ms"])
-    for each in found:
-        file.add(each.cold_ms, each.warm_ms, each.restored_ms)
-    click.echo(show(found))
+    for times in all_times:
+        file.add(times.cold_ms, times.warm_ms, times.restored_ms)
+    click.echo(show(all_times))
 
 
 if __name__ == "__main__":

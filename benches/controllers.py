@@ -116,13 +116,13 @@ def main(counts: str, csv_file: Path | None, **options: Any) -> None:
                 runs: dict[bool, list[Figures]] = {False: [], True: []}
                 for number in range(repeat):
                     for with_controller in (False, True) if number % 2 else (True, False):
-                        found = await run(path, count, tokens, controlled if with_controller else plain)
-                        runs[with_controller].append(found)
-                        file.add(number + 1, count, with_controller, *attrs.astuple(found))
+                        figures = await run(path, count, tokens, controlled if with_controller else plain)
+                        runs[with_controller].append(figures)
+                        file.add(number + 1, count, with_controller, *attrs.astuple(figures))
                 without, with_it = medians(runs[False]), medians(runs[True])
-                for name, found in (("without", without), (options["controller"], with_it)):
-                    rows.append([f"{count}, {name}", *[cell(getattr(found, each), 3) for each in NAMES]])
-                ratios = [getattr(with_it, each) / getattr(without, each) for each in NAMES[:3]]
+                for name, figures in (("without", without), (options["controller"], with_it)):
+                    rows.append([f"{count}, {name}", *[cell(getattr(figures, field), 3) for field in NAMES]])
+                ratios = [getattr(with_it, field) / getattr(without, field) for field in NAMES[:3]]
                 rows.append([f"{count}, ratio", *[cell(ratio, 3) for ratio in ratios], "", ""])
             click.echo(table(["streams", "tok/s", "ITL p50 ms", "p99", "masks ms", "each"], rows))
             skipped = (await rig.transport.snapshot())["controllers"]["skipped_total"]

@@ -120,7 +120,7 @@ async def run(
     """Kill the runtime ``count`` times while ``load`` runs."""
     daemon = rig.transport
     assert isinstance(daemon, Daemon)
-    rng, controlled, found = random.Random(seed), Controlled(daemon, n), []
+    rng, controlled, recoveries = random.Random(seed), Controlled(daemon, n), []
     for stream in load:  # one after another: each text is that of a request alone
         await stream.learn(daemon)
     async with trio.open_nursery() as nursery:
@@ -129,13 +129,13 @@ async def run(
     async with trio.open_nursery() as nursery:
         for stream in load:
             nursery.start_soon(stream.run, daemon)
-        for each in range(count):
-            recovery = await crash(daemon, names[each % len(names)], controlled, rng)
-            found.append(recovery)
-            file.add(each + 1, recovery.signal, recovery.noticed_ms, recovery.first_token_ms, recovery.answered_ms)
+        for number in range(count):
+            recovery = await crash(daemon, names[number % len(names)], controlled, rng)
+            recoveries.append(recovery)
+            file.add(number + 1, recovery.signal, recovery.noticed_ms, recovery.first_token_ms, recovery.answered_ms)
         for stream in load:
             stream.stopping = True
-    return found
+    return recoveries
 
 
 def show(recoveries: Sequence[Recovery], load: Sequence[LoadedStream]) -> str:
@@ -146,11 +146,11 @@ def show(recoveries: Sequence[Recovery], load: Sequence[LoadedStream]) -> str:
         ("first sampled token of a new one", "first_token_ms"),
         ("its answer", "answered_ms"),
     ):
-        for name in dict.fromkeys(each.signal for each in recoveries):
-            values = [getattr(each, field) for each in recoveries if each.signal == name]
+        for name in dict.fromkeys(recovery.signal for recovery in recoveries):
+            values = [getattr(recovery, field) for recovery in recoveries if recovery.signal == name]
             lines.append([f"{title}, SIG{name.upper()}", str(len(values)), *quantiles(values)])
-    wrong, lost = sum(len(each.wrong) for each in load), sum(len(each.lost) for each in load)
-    answers = [["without a controller", str(sum(each.answers for each in load)), str(wrong), str(lost)]]
+    wrong, lost = sum(len(stream.wrong) for stream in load), sum(len(stream.lost) for stream in load)
+    answers = [["without a controller", str(sum(stream.answers for stream in load)), str(wrong), str(lost)]]
     return "\n\n".join(
         [
             table(("after the signal", "crashes", "p50 ms", "p95", "p99", "max"), lines),
@@ -197,7 +197,7 @@ def main(csv_file: Path | None, n_streams: int, controlled: int, tokens: int, **
             return await run(rig, load, options["count"], names, controlled, options["seed"], file)
 
     click.echo(show(carry_out(work), load))
-    sys.exit(any(each.wrong or each.lost for each in load))
+    sys.exit(any(stream.wrong or stream.lost for stream in load))
 
 
 if __name__ == "__main__":

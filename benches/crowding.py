@@ -154,7 +154,7 @@ def main(attacks: tuple[str, ...], seconds: float, parallel: int, csv_file: Path
             snapshot["preemptions_total"],
         ]  # fmt: skip
         file.add(*row)
-        return [str(each) if isinstance(each, str | int) else cell(each, 3) for each in row]
+        return [str(value) if isinstance(value, str | int) else cell(value, 3) for value in row]
 
     async def work() -> None:
         rows = [await one("none", 0, None)]

@@ -196,9 +196,9 @@ async def find(kind: str, daemon: Daemon, pid: int) -> int | None:
     if kind == "daemon":
         return pid
     if kind in COMMANDS:
-        return next((each.pid for each in psutil.Process(pid).children(recursive=True) if COMMANDS[kind] in _line(each)), None)  # fmt: skip
-    found = (await daemon.snapshot())[{"runtime": "controllers"}.get(kind, kind)]["pid"]
-    return None if found is None else int(found)
+        return next((process.pid for process in psutil.Process(pid).children(recursive=True) if COMMANDS[kind] in _line(process)), None)  # fmt: skip
+    pid_of_kind = (await daemon.snapshot())[{"runtime": "controllers"}.get(kind, kind)]["pid"]
+    return None if pid_of_kind is None else int(pid_of_kind)
 
 
 def _line(process: psutil.Process) -> str:
@@ -243,8 +243,8 @@ async def strike(
             os.kill(pid, SIGNALS[name])
             if kind == "daemon":
                 await supervised.start_again(processes)
-            for each, door in asked.items():
-                nursery.start_soon(ask, each, door)
+            for door_name, door in asked.items():
+                nursery.start_soon(ask, door_name, door)
         while any(stream.last_s < began for stream in load):  # noqa: ASYNC110 - several tasks count
             await trio.sleep(POLL_S)
     for stream in load:
@@ -262,7 +262,7 @@ async def run(rig: Rig, n_streams: int, rounds: int, kinds: Sequence[str], names
     load = [HonestStream(gateway.daemon) for _ in range(n_streams)]
     assert rig.pid is not None
     supervised = SupervisedDaemon.of(rig.pid)
-    found = []
+    recoveries = []
     async with trio.open_nursery() as nursery:
         for stream in load:
             nursery.start_soon(stream.run)
@@ -277,25 +277,25 @@ async def run(rig: Rig, n_streams: int, rounds: int, kinds: Sequence[str], names
                 continue
             await trio.sleep(CALM_S)
             try:
-                found.append(await strike(kind, name, supervised, doors, load, nursery))
+                recoveries.append(await strike(kind, name, supervised, doors, load, nursery))
             except trio.TooSlowError:
                 raise click.ClickException(f"a door does not answer {LIMIT_S:g} s after SIG{name.upper()} for the {kind}") from None  # fmt: skip
         nursery.cancel_scope.cancel()
     if lost := sum(stream.lost for stream in load):
         raise click.ClickException(f"{lost} answers of the honest streams were lost")
-    return found
+    return recoveries
 
 
 def show(recoveries: Sequence[Recovery]) -> str:
     """A line for each process and signal."""
     lines = []
-    for kind, name in dict.fromkeys((each.kind, each.signal) for each in recoveries):
-        those = [each for each in recoveries if (each.kind, each.signal) == (kind, name)]
-        doors, gaps = [each.doors_s for each in those], [each.gap_s for each in those]
-        refused = sum((each.refused for each in those), Counter[str]())
+    for kind, name in dict.fromkeys((recovery.kind, recovery.signal) for recovery in recoveries):
+        those = [recovery for recovery in recoveries if (recovery.kind, recovery.signal) == (kind, name)]
+        doors, gaps = [recovery.doors_s for recovery in those], [recovery.gap_s for recovery in those]
+        refused = sum((recovery.refused for recovery in those), Counter[str]())
         lines.append([
             f"{kind}, SIG{name.upper()}", str(len(those)), cell(statistics.median(doors), 2), cell(max(doors), 2),
-            Counter(each.slowest for each in those).most_common(1)[0][0], cell(1e3 * statistics.median(gaps), 0),
+            Counter(recovery.slowest for recovery in those).most_common(1)[0][0], cell(1e3 * statistics.median(gaps), 0),
             cell(1e3 * max(gaps), 0), ", ".join(f"{n} {code}" for code, n in sorted(refused.items())) or "-",
         ])  # fmt: skip
     header = ("process", "rounds", "all doors answer, p50 s", "max", "the last one", "largest gap of a stream, p50 ms", "max", "refused")  # fmt: skip

@@ -117,7 +117,7 @@ def slices(task: Task, questions: int = 1) -> list[Task]:
     return [
         attrs.evolve(
             task,
-            streams=[attrs.evolve(each, questions=each.questions[at : at + questions]) for each in task.streams],
+            streams=[attrs.evolve(stream, questions=stream.questions[at : at + questions]) for stream in task.streams],
         )
         for at in range(0, most, questions)
     ]
@@ -142,7 +142,7 @@ async def run(rig: Rig, task: Task, place: Place) -> tuple[Figures, list[list[st
         wall_s=result.wall_s,
         decode_s=sum(answer.token_s[-1] - answer.token_s[0] for answer in answers),
         # several tokens may arrive in one event; they count at its time
-        decoded=sum((len(each.token_s) - 1) * each.completion_tokens / len(each.token_s) for each in answers),
+        decoded=sum((len(answer.token_s) - 1) * answer.completion_tokens / len(answer.token_s) for answer in answers),
         tokens=result.n_tokens,
         drafted=counted["draft_tokens_total"],
         accepted=counted["accepted_draft_tokens_total"],
@@ -164,7 +164,7 @@ def show(measured: dict[Contender, dict[str, list[list[Figures]]]], differ: dict
               "drafted", "accepted", "by model", "text")  # fmt: skip
     fastest = {
         contender.setting: {
-            task: _sum([min(rounds, key=lambda each: each.wall_s) for rounds in parts])
+            task: _sum([min(rounds, key=lambda round_figures: round_figures.wall_s) for rounds in parts])
             for task, parts in by_task.items()
         }
         for contender, by_task in measured.items()
@@ -211,28 +211,28 @@ def main(rounds: int, csv_file: Path | None, **options: Any) -> None:
         click.echo(f"servers   {serving}\nload      {sum(len(s.questions) for s in asked[0].streams)} questions\n")
         ours = contenders.ours(serving, [OFF, LOOKUP, *[f"--draft-model {path}" for path in options["drafts"]]])
         measured: dict[Contender, dict[str, list[list[Figures]]]] = {
-            each: {task.name: [[] for _ in slices(task)] for task in asked} for each in ours
+            contender: {task.name: [[] for _ in slices(task)] for task in asked} for contender in ours
         }
         texts: dict[tuple[str, int], list[list[str]]] = {}
         differ: dict[tuple[Contender, str], int] = {}
         file = RunsFile(csv_file, ["round", "setting", "task", "part", *NAMES])
         async with contextlib.AsyncExitStack() as stack:
-            rigs = {each: await stack.enter_async_context(each.rig()) for each in ours}
+            rigs = {contender: await stack.enter_async_context(contender.rig()) for contender in ours}
             for rig in rigs.values():
                 await warm_up(rig)
             for number, task in itertools.product(range(1, rounds + 1), asked):
                 for at, part in enumerate(slices(task)):
                     first = (at + number) % len(ours)
-                    for each in [*ours[first:], *ours[:first]]:
-                        figures, received = await run(rigs[each], part, place)
-                        measured[each][task.name][at].append(figures)
-                        file.add(number, each.setting, task.name, at, *attrs.astuple(figures))
+                    for contender in [*ours[first:], *ours[:first]]:
+                        figures, received = await run(rigs[contender], part, place)
+                        measured[contender][task.name][at].append(figures)
+                        file.add(number, contender.setting, task.name, at, *attrs.astuple(figures))
                         expected = itertools.chain(*texts.setdefault((task.name, at), received))
                         n = sum(one != other for one, other in zip(itertools.chain(*received), expected, strict=True))
-                        differ[each, task.name] = differ.get((each, task.name), 0) + n
-                for each in ours:
-                    figures = _sum([rounds[-1] for rounds in measured[each][task.name]])
-                    click.echo(f"round {number}  {each!s:<50} {task.name:<24} {figures.tokens_per_s:.0f} tok/s")
+                        differ[contender, task.name] = differ.get((contender, task.name), 0) + n
+                for contender in ours:
+                    figures = _sum([rounds[-1] for rounds in measured[contender][task.name]])
+                    click.echo(f"round {number}  {contender!s:<50} {task.name:<24} {figures.tokens_per_s:.0f} tok/s")
         return show(measured, differ), any(differ.values())
 
     shown, differs = carry_out(work)

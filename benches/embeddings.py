@@ -76,8 +76,8 @@ async def by_http(host: str, port: int, model: str, load: Load) -> tuple[float, 
                     "/v1/embeddings", json={"model": model, "input": [load.texts[at] for at in numbers]}
                 )
                 answer.raise_for_status()
-                for each in answer.json()["data"]:
-                    vectors[numbers[each["index"]]] = np.array(each["embedding"])
+                for row in answer.json()["data"]:
+                    vectors[numbers[row["index"]]] = np.array(row["embedding"])
 
         began = time.perf_counter()
         await _together(client, load.clients)
@@ -92,8 +92,8 @@ async def by_socket(path: str, load: Load) -> tuple[float, Vectors]:
     async def client() -> None:
         async with open_client(path) as connected:
             for numbers in waiting:
-                found = await connected.embed([load.texts[at] for at in numbers], keep_alive=True)
-                for at, vector in zip(numbers, found.embeddings, strict=True):
+                answer = await connected.embed([load.texts[at] for at in numbers], keep_alive=True)
+                for at, vector in zip(numbers, answer.embeddings, strict=True):
                     vectors[at] = np.array(vector)
 
     began = time.perf_counter()
@@ -130,9 +130,9 @@ def started(way: str, serving: ServerSettings, peers: Path) -> AbstractAsyncCont
             return uma_trio_rig(uma_trio_flags(serving), protocol="cbor")
 
 
-def distance(found: Vectors, others: Vectors) -> float:
+def distance(vectors: Vectors, others: Vectors) -> float:
     """The largest difference of two components."""
-    return max(float(np.abs(found[at] - others[at]).max()) for at in others)
+    return max(float(np.abs(vectors[at] - others[at]).max()) for at in others)
 
 
 @bench()
@@ -173,7 +173,7 @@ def main(repeat: int, csv_file: Path | None, n_texts: int, length: int, clients:
                     seconds.setdefault((way, batch), []).append(took_s)
                     file.add(at + 1, way, batch, took_s)
                     click.echo(f"run {at + 1}  {way:<18} {batch:>3} texts a request  {n_texts / took_s:.0f} texts/s")
-        best = {key: min(found) for key, found in seconds.items()}
+        best = {key: min(runs) for key, runs in seconds.items()}
         header = ("server", "texts a request", "s", "texts/s", "ratio", "largest difference")
         return table(
             header,

@@ -105,15 +105,15 @@ class Test:
             return [stream(rng, f"s{n}", self.words, self.tokens) for n in range(1, count + 1)]
         made = []
         for n in range(1, count + 1):
-            each = [stream(rng, "", varied(rng, self.words), varied(rng, self.tokens)) for _ in range(self.requests)]
-            made.append(Stream(name=f"s{n}", questions=tuple(one.questions[0] for one in each)))
+            singles = [stream(rng, "", varied(rng, self.words), varied(rng, self.tokens)) for _ in range(self.requests)]
+            made.append(Stream(name=f"s{n}", questions=tuple(one.questions[0] for one in singles)))
         return made
 
     async def run(self, mode: Mode, n_streams: int) -> Figures:
         """Start a daemon and measure it once."""
-        each = room(self.words, self.tokens) * (1 if self.requests == 1 else 2)
+        n_cells = room(self.words, self.tokens) * (1 if self.requests == 1 else 2)
         serving = ServerSettings(
-            model=self.place.model, threads=self.place.threads, parallel=n_streams, ctx=n_streams * each
+            model=self.place.model, threads=self.place.threads, parallel=n_streams, ctx=n_streams * n_cells
         )
         streams = self.streams(n_streams)
         began = trio.current_time()
@@ -150,7 +150,7 @@ async def compare(test: Test, counts: Sequence[int], rounds: int, file: RunsFile
                     f"round {number}  {name_of(n_streams)}, {mode}: {figures.tokens_per_s:.1f} tok/s, "
                     f"ITL p99 {cell(figures.itl_p99_ms)} ms, host gap p50 {cell(figures.host_gap_p50_ms, 3)} ms"
                 )
-        measured[n_streams] = {mode: medians(found) for mode, found in runs.items()}
+        measured[n_streams] = {mode: medians(figures) for mode, figures in runs.items()}
     return measured
 
 

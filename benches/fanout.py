@@ -198,7 +198,7 @@ def main(repeat: int, csv_file: Path | None, **options: Any) -> None:
                 f"run {len(runs[contender])}  {contender!s:<48} {figures.prompts_computed:5.2f} prompts computed, "
                 f"wall {figures.wall_s:.2f} s"
             )
-        return {contender: medians(found) for contender, found in runs.items()}
+        return {contender: medians(of_contender) for contender, of_contender in runs.items()}
 
     click.echo(f"\n{show(carry_out(work))}")
 

@@ -118,14 +118,14 @@ def step(model: Path, device: str, target_mib: int, flags: list[str]) -> Result:
         with child:
             assert child.stdin is not None
             assert child.stdout is not None
-            line = next((each for each in child.stdout if each.startswith('{"choice"')), None)  # not a line of the log
+            line = next((text for text in child.stdout if text.startswith('{"choice"')), None)  # not a line of the log
             free_mib = free_gpu() / MIB if free_gpu is not None else 0.0
             child.stdin.close()
         if timer.finished.is_set() and child.returncode == -signal.SIGKILL:
             return Result(target_mib, f"not done after {LIMIT_S:g} s")
         if line and not child.returncode:
-            found = Result(target_mib, "ok", **json.loads(line))
-            return found if free_gpu is None else attrs.evolve(found, taken_mib=found.free_mib - free_mib)
+            result = Result(target_mib, "ok", **json.loads(line))
+            return result if free_gpu is None else attrs.evolve(result, taken_mib=result.free_mib - free_mib)
         errors.seek(0)
         reasons = [line for line in errors.read().splitlines() if "Error: " in line]
         return Result(target_mib, reasons[-1].strip(" |") if reasons else f"exit code {child.returncode}")
@@ -252,17 +252,17 @@ def main(
 
         file = RunsFile(csv_file, [*(field.name for field in attrs.fields(Result)), "used"])
         for target in map(int, free.split(",")):
-            found = step(model, device, target, flags)
-            results.append(found)
-            file.add(*attrs.astuple(found), found.used)
+            result = step(model, device, target, flags)
+            results.append(result)
+            file.add(*attrs.astuple(result), result.used)
             if not as_json:
-                what = f"{found.choice}; {found.why}" if found.outcome == "ok" else found.outcome
+                what = f"{result.choice}; {result.why}" if result.outcome == "ok" else result.outcome
                 click.echo(
-                    f"| {target:>6} | {found.free_mib:>6.0f} | {found.predicted_mib:>9.0f} | {found.taken_mib:>6.0f} | "
-                    f"{found.used:>4.0%} | {what} |"
+                    f"| {target:>6} | {result.free_mib:>6.0f} | {result.predicted_mib:>9.0f} | {result.taken_mib:>6.0f} | "
+                    f"{result.used:>4.0%} | {what} |"
                 )
         if as_json:
-            click.echo(json.dumps([{**attrs.asdict(each), "used": each.used} for each in results]))
+            click.echo(json.dumps([{**attrs.asdict(result), "used": result.used} for result in results]))
 
 
 if __name__ == "__main__":

@@ -189,9 +189,9 @@ def main(apis: str, streams: str, steps: int, csv_file: Path | None) -> None:
     for api in apis.split(","):
         for n_streams in numbers(streams, "--streams"):
             cpu_us, step_us = measured(api, n_streams, steps)
-            found = [percentile(each, at) for each in (cpu_us, step_us) for at in (10, 50)]
-            file.add(api, n_streams, *found)
-            rows.append([api, str(n_streams), *[cell(each, 1) for each in found]])
+            percentiles = [percentile(times_us, at) for times_us in (cpu_us, step_us) for at in (10, 50)]
+            file.add(api, n_streams, *percentiles)
+            rows.append([api, str(n_streams), *[cell(value, 1) for value in percentiles]])
     click.echo(table([name.replace("_", " ") for name in names], rows))
 
 

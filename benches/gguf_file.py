@@ -51,8 +51,8 @@ class Writer(gguf.GGUFWriter):
 
 
 def _strings(val: Sequence[str]) -> bytes:
-    encoded = [each.encode() for each in val]
-    return b"".join(part for each in encoded for part in (LENGTH.pack(len(each)), each))
+    encoded = [text.encode() for text in val]
+    return b"".join(part for text in encoded for part in (LENGTH.pack(len(text)), text))
 
 
 def copy_fields(reader: gguf.GGUFReader, writer: gguf.GGUFWriter, prefix: str = "", **changed: Any) -> None:

@@ -83,7 +83,7 @@ async def sweep(
 ) -> Sweep:
     """Measure all contenders at all rates, alternating."""
     runs: dict[Contender, dict[float, list[Figures]]] = {
-        each: {rate: [] for rate in rates} for each in [*ours, *rivals]
+        contender: {rate: [] for rate in rates} for contender in [*ours, *rivals]
     }
     for rate in rates:
         for contender in interleaved(ours, rivals, repeat):
@@ -94,7 +94,9 @@ async def sweep(
                 f"run {len(runs[contender][rate])}  {rate:g}/s  {contender!s:<28} {figures.good:.0f} of {figures.arrived:.0f} good, "
                 f"TTFT p50 {cell(figures.ttft_p50_ms)} ms, {figures.refused:.0f} refused"
             )
-    return {each: {rate: medians(found) for rate, found in by_rate.items()} for each, by_rate in runs.items()}
+    return {
+        contender: {rate: medians(of_rate) for rate, of_rate in by_rate.items()} for contender, by_rate in runs.items()
+    }
 
 
 async def some_rates(test: Test, contender: Contender) -> list[float]:
@@ -104,7 +106,7 @@ async def some_rates(test: Test, contender: Contender) -> list[float]:
     return sorted({float(f"{share * max(capacity, 0.1):.2g}") for share in (0.25, 0.5, 0.75, 1.0, 1.25, 1.5)})
 
 
-def show_sweep(found: Sweep) -> str:
+def show_sweep(measurements: Sweep) -> str:
     """A row for each contender and rate, and the best goodput of each contender."""
     header = (
         "", "arrivals / s", "good / s", "good", "TTFT p50 ms", "p99", "ITL p50 ms", "p99", "refused", "unfinished", "tok/s", "RSS MiB at start", "at end", "generator cpu", "others cpu",
@@ -116,15 +118,15 @@ def show_sweep(found: Sweep) -> str:
             cell(f.unfinished, 0), cell(f.tokens_per_s), cell(f.rss_start_mib), cell(f.rss_end_mib),
             f"{f.generator_cpu:.1%}", f"{f.others_cpu:.0%}",
         ]
-        for contender, by_rate in found.items()
+        for contender, by_rate in measurements.items()
         for rate, f in by_rate.items()
     ]  # fmt: skip
-    best = {contender: max(f.goodput for f in by_rate.values()) for contender, by_rate in found.items()}
+    best = {contender: max(f.goodput for f in by_rate.values()) for contender, by_rate in measurements.items()}
     most = [f"most      {contender}: {goodput:.2f} good requests per second" for contender, goodput in best.items()]
     return "\n".join([table(header, lines), "", *most])
 
 
-def plot(found: Sweep, path: Path, title: str) -> None:
+def plot(measurements: Sweep, path: Path, title: str) -> None:
     """Plot TTFT and goodput against the arrival rate."""
     import matplotlib as mpl
 
@@ -132,7 +134,7 @@ def plot(found: Sweep, path: Path, title: str) -> None:
     from matplotlib import pyplot, ticker
 
     figure, (above, below) = pyplot.subplots(2, 1, figsize=(9, 8), sharex=True, layout="constrained")
-    for at, (contender, by_rate) in enumerate(found.items()):
+    for at, (contender, by_rate) in enumerate(measurements.items()):
         rates, colour = list(by_rate), f"C{at}"
         above.plot(rates, [f.ttft_p50_ms for f in by_rate.values()], "o-", color=colour, label=f"{contender}, p50")
         above.plot(rates, [f.ttft_p99_ms for f in by_rate.values()], "o:", color=colour, label=f"{contender}, p99")
@@ -215,10 +217,10 @@ async def two_users(test: Test, sizes: Sequence[int], seconds: float, setting: s
     with vocabulary(test.place.model) as tokenizer:
         async with contender.rig() as rig:
             await warm_up(rig)
-            found = await tenants.share(
+            shares = await tenants.share(
                 rig, test.mix, tokenizer, sizes, seconds=seconds, seed=test.seed, pins=test.place.pins
             )
-    return tenants.show(found, seconds)
+    return tenants.show(shares, seconds)
 
 
 @bench()
@@ -329,10 +331,10 @@ def main(repeat: int, csv_file: Path | None, plot_file: Path | None, **options: 
             return await overload(
                 test, options["ours"], rivals, options["factor"], options["overload_s"], options["max_queue"], file
             )
-        found = await sweep(test, ours, rivals, rates or await some_rates(test, ours[0]), repeat, file)
+        measurements = await sweep(test, ours, rivals, rates or await some_rates(test, ours[0]), repeat, file)
         if plot_file is not None:
-            plot(found, plot_file, f"{place.model.name}: {mix}")
-        return show_sweep(found)
+            plot(measurements, plot_file, f"{place.model.name}: {mix}")
+        return show_sweep(measurements)
 
     click.echo(f"\n{carry_out(work)}")
 

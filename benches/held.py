@@ -70,8 +70,8 @@ def _files_of(*processes: psutil.Process) -> int:
     """Files in shared memory that these processes have made: their names have the process id of their maker."""
     if not SHARED_MEMORY.exists():
         return 0
-    made = re.compile(rf"(?<!\d)({'|'.join(str(each.pid) for each in processes)})(?!\d)")
-    return sum(made.search(each.name) is not None for each in SHARED_MEMORY.iterdir())
+    made = re.compile(rf"(?<!\d)({'|'.join(str(process.pid) for process in processes)})(?!\d)")
+    return sum(made.search(file.name) is not None for file in SHARED_MEMORY.iterdir())
 
 
 def _number(process: psutil.Process, of: str) -> int:
@@ -82,5 +82,5 @@ def _number(process: psutil.Process, of: str) -> int:
 
 def _mappings(process: psutil.Process) -> int:
     with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, AttributeError):  # macOS has no memory_maps
-        return sum(each.path.startswith(MAPPED) for each in process.memory_maps(grouped=False))
+        return sum(mapping.path.startswith(MAPPED) for mapping in process.memory_maps(grouped=False))
     return 0

@@ -61,7 +61,7 @@ def steps_of(n_streams: int, temperature: float, n_steps: int) -> list[bytes]:
     prompts = [[StepInput(seq, 0, PROMPT, sample)] for seq, sample in enumerate(samples)]
     going_on: list[Any] = [[*range(n_streams)]]
     calls = [prompts, *[going_on] * n_steps]
-    return [encode(SubmittedStep(calls=each, number=n, follows=n - 1)) for n, each in enumerate(calls, 1)]
+    return [encode(SubmittedStep(calls=call, number=n, follows=n - 1)) for n, call in enumerate(calls, 1)]
 
 
 @attrs.define
@@ -100,9 +100,9 @@ class Calls:
         vars(self).update(replaced)
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._functions, name)
-        setattr(self, name, found)
-        return found
+        function = getattr(self._functions, name)
+        setattr(self, name, function)
+        return function
 
 
 def measured(model: Path, n_streams: int, temperature: float, n_steps: int, is_async: bool) -> Stopwatch:
@@ -150,9 +150,11 @@ def main(model: Path, streams: str, temperatures: str, steps: int, device: bool,
     for temperature in map(float, temperatures.split(",")):
         for n_streams in numbers(streams, "--streams"):
             watch = measured(model, n_streams, temperature, steps, device)
-            found = [percentile(each[-steps:], at) for at in (10, 50) for each in (watch.host_us, watch.gap_us)]
-            file.add(n_streams, temperature, *found)
-            rows.append([str(n_streams), f"{temperature:g}", *[cell(each, 1) for each in found]])
+            percentiles = [
+                percentile(times_us[-steps:], at) for at in (10, 50) for times_us in (watch.host_us, watch.gap_us)
+            ]
+            file.add(n_streams, temperature, *percentiles)
+            rows.append([str(n_streams), f"{temperature:g}", *[cell(value, 1) for value in percentiles]])
     click.echo(table([name.replace("_", " ") for name in names], rows))
 
 

@@ -16,17 +16,17 @@ def kinds(text: str) -> collections.Counter[str]:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             strings |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    found = collections.Counter[str]()
-    for number, line in enumerate((each.strip() for each in text.splitlines()), 1):
+    lines_by_kind = collections.Counter[str]()
+    for number, line in enumerate((text_line.strip() for text_line in text.splitlines()), 1):
         comment = "comments" if line.startswith("#") else "code"
-        found["docstrings" if number in strings else comment if line else "blank"] += 1
-    return found
+        lines_by_kind["docstrings" if number in strings else comment if line else "blank"] += 1
+    return lines_by_kind
 
 
 if __name__ == "__main__":
     folders: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     names = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True).stdout.split()
-    for name in (each for each in names if each.endswith(".py")):
+    for name in (name for name in names if name.endswith(".py")):
         parts = name.split("/")[:-1]
         folders["/".join(parts[:2] if parts[:1] in (["uma_trio"], ["tests"]) else parts[:1])] += kinds(
             pathlib.Path(name).read_text()
@@ -34,5 +34,5 @@ if __name__ == "__main__":
     print(f"{'':28}", *(f"{kind:>10}" for kind in KINDS))
     for folder, counts in sorted(folders.items()):
         print(f"{folder:28}", *(f"{counts[kind]:>10,}" for kind in KINDS))
-    pages = [pathlib.Path(each) for each in names if each.endswith(".md")]
+    pages = [pathlib.Path(name) for name in names if name.endswith(".md")]
     print(f"{sum(len(page.read_text().split()) for page in pages):,} words of documentation on {len(pages)} pages")

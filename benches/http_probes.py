@@ -40,7 +40,7 @@ Found = dict[tuple[str, str], list[float]]
 
 async def probe(url: str, repeat: int) -> dict[str, list[float]]:
     """Ask each path ``repeat`` times over one connection."""
-    found: dict[str, list[float]] = {path: [] for path in PATHS}
+    times_by_path: dict[str, list[float]] = {path: [] for path in PATHS}
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:
         for path in PATHS:
             (await client.get(path)).raise_for_status()
@@ -48,9 +48,9 @@ async def probe(url: str, repeat: int) -> dict[str, list[float]]:
             for path in PATHS:
                 began = trio.current_time()
                 (await client.get(path)).raise_for_status()
-                found[path].append(1e3 * (trio.current_time() - began))
+                times_by_path[path].append(1e3 * (trio.current_time() - began))
             await trio.sleep(PAUSE_S)
-    return found
+    return times_by_path
 
 
 async def measured(rig: Rig, tokenizer: Tokenizer, prompt_tokens: int, repeat: int) -> Found:
@@ -60,7 +60,7 @@ async def measured(rig: Rig, tokenizer: Tokenizer, prompt_tokens: int, repeat: i
     url = f"http://{gateway.host}:{gateway.port}"
     rng = random.Random(0)
     await warm_up(rig)
-    found = {(path, "idle"): times for path, times in (await probe(url, repeat)).items()}
+    measurements = {(path, "idle"): times for path, times in (await probe(url, repeat)).items()}
 
     async def prefill(task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         while True:
@@ -73,9 +73,9 @@ async def measured(rig: Rig, tokenizer: Tokenizer, prompt_tokens: int, repeat: i
         for _ in range(2):  # while one is sent, the other one computes
             await nursery.start(prefill)
         await trio.sleep(0.5)
-        found |= {(path, "prefill"): times for path, times in (await probe(url, repeat)).items()}
+        measurements |= {(path, "prefill"): times for path, times in (await probe(url, repeat)).items()}
         nursery.cancel_scope.cancel()
-    return found
+    return measurements
 
 
 @bench()
@@ -95,11 +95,11 @@ def main(prompt_tokens: int, repeat: int, serve_flags: Sequence[str], **options:
             async with uma_trio_rig([*flags, *serve_flags], protocol="http") as rig:
                 return await measured(rig, tokenizer, prompt_tokens, repeat)
 
-    found = carry_out(work)
+    measurements = carry_out(work)
     click.echo(
         table(
             ("ms", "p50", "p95", "p99", "max"),
-            [[f"{path}, {load}", *quantiles(times)] for (path, load), times in found.items()],
+            [[f"{path}, {load}", *quantiles(times)] for (path, load), times in measurements.items()],
         )
     )
 

@@ -266,13 +266,13 @@ def main(repeat: int, csv_file: Path | None, **options: Any) -> None:
                     figures = await asked.of(started, place)
                 runs[path].append(figures)
                 click.echo(f"run {turn}  {path:<9} TTFT {figures.ttft_ms:.2f} ms, {figures.tokens_per_s:.1f} tok/s")
-        return {path: medians(found) for path, found in runs.items()}
+        return {path: medians(of_path) for path, of_path in runs.items()}
 
     figures = carry_out(work)
     click.echo(f"\n{show(figures)}")
     file = RunsFile(csv_file, ["path", "ttft_ms", "cpu_pct"])
-    for path, found in figures.items():
-        file.add(path, found.ttft_ms, found.cpu_pct)
+    for path, of_path in figures.items():
+        file.add(path, of_path.ttft_ms, of_path.cpu_pct)
 
 
 if __name__ == "__main__":

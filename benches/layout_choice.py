@@ -73,20 +73,20 @@ def main(model: Path, repeat: int, budget: float, **settings: int | str) -> None
         engine = LlamaEngine(model, config.Model(layout_trial_s=budget, **settings), layout_cache=choices)  # type: ignore[arg-type]
         choice = engine.layout_choice
         engine.close()
-        for each in choice.measured:
-            click.echo(_row(start, each, choice))
+        for measured in choice.measured:
+            click.echo(_row(start, measured, choice))
         if choice.why != "measured":
             click.echo(f"| {start} | {choice.layout.name:<38} | | | | | {choice.why} |")
         elif choice.measured:
             click.echo(f"| {start} | {f'in all {choices.took_s:.2f} s':<38} | | | | | |")
 
 
-def _row(start: int, found: MeasuredLayout, choice: LayoutChoice) -> str:
-    share = found.cost_ms / choice.measured[0].cost_ms
-    chosen = "yes" if choice.why == "measured" and found.layout == choice.layout else ""
-    mixed = "" if found.mixed_ms is None else f"{found.mixed_ms:.2f}"
+def _row(start: int, measured: MeasuredLayout, choice: LayoutChoice) -> str:
+    share = measured.cost_ms / choice.measured[0].cost_ms
+    chosen = "yes" if choice.why == "measured" and measured.layout == choice.layout else ""
+    mixed = "" if measured.mixed_ms is None else f"{measured.mixed_ms:.2f}"
     return (
-        f"| {start} | {found.layout.name:<38} | {found.decode_ms:.2f} | {mixed} | {found.cost_ms:.2f} "
+        f"| {start} | {measured.layout.name:<38} | {measured.decode_ms:.2f} | {mixed} | {measured.cost_ms:.2f} "
         f"| {share:.2f} | {chosen} |"
     )
 

@@ -85,8 +85,8 @@ class EventReader:
             self._head, self._raw = False, rest
             return True
         if closed:  # the body of an error has the reason
-            found = rest or head or b"nothing"
-            raise BrokenProtocol(f"{self._server} answered {found[:500].decode(errors='replace')}")
+            body = rest or head or b"nothing"
+            raise BrokenProtocol(f"{self._server} answered {body[:500].decode(errors='replace')}")
         return False
 
     def _read_chunks(self) -> None:

@@ -91,17 +91,17 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     report = outcome.get_result()  # type: ignore[attr-defined]
     if report.when != "call" and report.outcome == "passed":
         return
-    found = {"test": item.nodeid.removeprefix("unit/"), "outcome": report.outcome, "line": "", "why": ""}
+    note = {"test": item.nodeid.removeprefix("unit/"), "outcome": report.outcome, "line": "", "why": ""}
     if report.skipped:
-        found["why"] = report.longrepr[2].removeprefix("Skipped: ")
+        note["why"] = report.longrepr[2].removeprefix("Skipped: ")
     elif report.failed:
         entry = next(
             (entry for entry in reversed(call.excinfo.traceback) if Path(entry.path).parent.name == "unit"),
             call.excinfo.traceback[-1],
         )
-        found |= {"line": str(entry.lineno + 1), "why": call.excinfo.exconly(tryshort=True).splitlines()[0]}
+        note |= {"line": str(entry.lineno + 1), "why": call.excinfo.exconly(tryshort=True).splitlines()[0]}
     with open(os.environ["SUITE_RESULTS"], "a") as file:
-        file.write(json.dumps(found) + "\n")
+        file.write(json.dumps(note) + "\n")
 
 
 def check_model(server: Any) -> None:
@@ -228,7 +228,7 @@ def flags(server: Any, folder: Path) -> list[str]:
         model = folder / f"{server.model_alias}.gguf"
         model.symlink_to(EMBEDDED)
     batch = None if server.n_batch is None else max(32, server.n_batch)
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "--http": f"{server.server_host}:{server.server_port}",
         "--socket": folder / "socket",
         "--state-dir": folder / "state",
@@ -251,7 +251,7 @@ def flags(server: Any, folder: Path) -> list[str]:
         "--metrics-compat": "llama-server",
         "--chat-template": template(server, folder),
     }
-    given = [str(part) for flag, value in found.items() if value is not None for part in (flag, value)]
+    given = [str(part) for flag, value in values.items() if value is not None for part in (flag, value)]
     return [*given, *(["--http-verbose"] if server.debug else [])]
 
 

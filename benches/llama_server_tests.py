@@ -85,7 +85,7 @@ def run_suite(server: str, files: Sequence[str], program: Path, folder: Path) ->
     Args:
         folder: has a file of results for each file of tests that has run, which does not run again.
     """
-    found = {}
+    results_by_test = {}
     for name in files:
         results = folder / f"{server}.{name}.jsonl"
         if not results.exists():
@@ -93,8 +93,8 @@ def run_suite(server: str, files: Sequence[str], program: Path, folder: Path) ->
         for line in results.read_text().splitlines():
             fields = json.loads(line)
             test = fields.pop("test")
-            found[test] = Result(**fields)
-    return found
+            results_by_test[test] = Result(**fields)
+    return results_by_test
 
 
 def _run_file(server: str, name: str, program: Path, results: Path) -> None:

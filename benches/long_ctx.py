@@ -65,21 +65,21 @@ class Ladder:
 
 async def climb(rig: Rig, questions: dict[int, Question], place: Place) -> dict[int, Answer]:
     """Run one stream at each context.  The prefill of the new part of its prompt does not count."""
-    found = {}
+    answers = {}
     for ctx, question in questions.items():
         result = await measure(rig, [Stream(name=f"{ctx}", questions=(question,))], pins=place.pins)
         for line in result.unfinished():
             click.echo(f"WARNING: {line}", err=True)
-        (found[ctx],) = result.tracks[0].answers
-    return found
+        (answers[ctx],) = result.tracks[0].answers
+    return answers
 
 
 def show(speeds: dict[Contender, Speeds], contexts: Sequence[int]) -> str:
     """Medians, with a column for each context."""
     header = ["decode tok/s at a context of", *(f"{ctx:,}" for ctx in contexts), "last / first"]
     lines = []
-    for contender, found in speeds.items():
-        medians = [statistics.median(found[ctx]) for ctx in contexts]
+    for contender, runs_by_ctx in speeds.items():
+        medians = [statistics.median(runs_by_ctx[ctx]) for ctx in contexts]
         lines.append([str(contender), *(cell(tps) for tps in medians), cell(medians[-1] / medians[0], 2)])
     return table(header, lines)
 
@@ -92,12 +92,14 @@ def plot(speeds: dict[Contender, Speeds], path: Path, title: str) -> None:
     from matplotlib import pyplot, ticker
 
     figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
-    for contender, found in speeds.items():
+    for contender, runs_by_ctx in speeds.items():
         style = "o-" if contender.ours else "s--"
-        axes.plot(list(found), [statistics.median(runs) for runs in found.values()], style, label=str(contender))
+        axes.plot(
+            list(runs_by_ctx), [statistics.median(runs) for runs in runs_by_ctx.values()], style, label=str(contender)
+        )
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,g}"))
-    axes.set_xticks(list(found))
+    axes.set_xticks(list(runs_by_ctx))
     axes.set(xlabel="context, tokens (log)", ylabel="tokens per second of one stream", ylim=(0, None))
     axes.set_title(title, fontsize=9)
     axes.grid(visible=True, alpha=0.3)
@@ -184,7 +186,7 @@ def main(
                     answer.prompt_tokens,
                     decode_rate([answer]),
                 )
-            shown = ", ".join(f"{ctx}: {found[-1]:.1f}" for ctx, found in speeds[contender].items())
+            shown = ", ".join(f"{ctx}: {runs[-1]:.1f}" for ctx, runs in speeds[contender].items())
             click.echo(f"run {len(speeds[contender][contexts[0]])}  {contender!s:<48} {shown} tok/s")
         return speeds
 
@@ -193,8 +195,8 @@ def main(
     if plot_file is not None:
         plot(speeds, plot_file, f"{place.model.name}, {place.threads} compute threads")
     file = RunsFile(csv_file, ["ctx", "tps"])
-    for ctx, found in next(iter(speeds.values())).items():
-        file.add(ctx, statistics.median(found))
+    for ctx, runs in next(iter(speeds.values())).items():
+        file.add(ctx, statistics.median(runs))
 
 
 if __name__ == "__main__":

@@ -162,13 +162,13 @@ async def run(rig: Rig, task: Task, place: Place) -> tuple[Figures, Texts]:
 
 def first_difference(texts: Texts, others: Texts) -> int | None:
     """Number of the first event, counted from 1, whose text differs from that in ``others``; the lowest of all answers."""
-    found = [
+    differences = [
         at
         for text, other in zip(texts, others, strict=True)
         for at, (one, another) in enumerate(itertools.zip_longest(text, other), 1)
         if one != another
     ]
-    return min(found, default=None)
+    return min(differences, default=None)
 
 
 async def _draft_counts(rig: Rig) -> tuple[int, int] | None:
@@ -186,14 +186,14 @@ def show(figures: dict[Contender, dict[str, Figures]], differ: dict[tuple[Conten
         differ: number of the first event that differs from the first setting.
     """
     header = ("", "task", "tok/s", "ratio", "tokens", "drafted", "accepted", "text")
-    base = {contender.server: found for contender, found in reversed(figures.items())}
+    base = {contender.server: by_task for contender, by_task in reversed(figures.items())}
     lines = [
         [
             str(contender), task, cell(f.tokens_per_s), cell(f.tokens_per_s / base[contender.server][task].tokens_per_s, 2),
             cell(f.tokens, 0), cell(f.drafted, 0), cell(f.accepted, 0), f"DIFFERS from token {differ[contender, task]}" if (contender, task) in differ else "same",
         ]
-        for contender, found in figures.items()
-        for task, f in found.items()
+        for contender, by_task in figures.items()
+        for task, f in by_task.items()
     ]  # fmt: skip
     return table(header, lines)
 
@@ -247,7 +247,7 @@ def main(repeat: int, csv_file: Path | None, **options: Any) -> None:
         ours = contenders.ours(serving, [" ".join([setting, *options["serve_flags"]]) for setting in (OFF, ON)])
         rivals = contenders.rivals(options["peers"], serving, options["rival_flags"])
         runs: dict[Contender, dict[str, list[Figures]]] = {
-            each: {task.name: [] for task in asked} for each in [*ours, *rivals]
+            contender: {task.name: [] for task in asked} for contender in [*ours, *rivals]
         }
         texts: dict[tuple[str, str], Texts] = {}
         differ: dict[tuple[Contender, str], int] = {}
@@ -271,10 +271,11 @@ def main(repeat: int, csv_file: Path | None, **options: Any) -> None:
                     click.echo(
                         f"run {len(runs[contender][task.name])}  {contender!s:<36} {task.name:<20} {figures.tokens_per_s:.1f} tok/s"
                     )
-        found = {
-            contender: {name: medians(each) for name, each in by_task.items()} for contender, by_task in runs.items()
+        by_contender = {
+            contender: {name: medians(runs_of_task) for name, runs_of_task in by_task.items()}
+            for contender, by_task in runs.items()
         }
-        return show(found, differ), any(contender.ours for contender, _ in differ)
+        return show(by_contender, differ), any(contender.ours for contender, _ in differ)
 
     shown, differs = carry_out(work)
     click.echo(f"\n{shown}")

@@ -36,10 +36,10 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor() or platform.machine()
-    found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    flags = set(found.get("flags", found.get("Features", "")).split())
+    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    flags = set(fields.get("flags", fields.get("Features", "")).split())
     known = [flag for flag in KERNEL_FEATURES if flag in flags]
-    name = found.get("model name", platform.machine())
+    name = fields.get("model name", platform.machine())
     return f"{name} ({', '.join(known)})" if known else name
 
 

@@ -38,12 +38,12 @@ def make_adapter(
     writer.add_type(gguf.GGUFType.ADAPTER)
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
-    found = [tensor for tensor in reader.tensors if _is_target(tensor.name, targets)]
-    for number, tensor in enumerate(found):
+    tensors = [tensor for tensor in reader.tensors if _is_target(tensor.name, targets)]
+    for number, tensor in enumerate(tensors):
         a, b = _pair(tensor, rank, alpha, strength, seed, number)
         for half, matrix in (("lora_a", a), ("lora_b", b)):
             writer.add_tensor(f"{tensor.name}.{half}", matrix.astype(np.float16 if dtype == "f16" else np.float32))
-    if not found:
+    if not tensors:
         raise ValueError(f"{model} has none of {', '.join(targets)}")
     write_to_end(writer)
 

@@ -93,9 +93,9 @@ def _tensors(shape: ProjectorShape, n_embd: int, kind: str, seed: int) -> Iterat
         name = f"v.blk.{layer}"
         norms += [f"{name}.ln1", f"{name}.ln2"]
         sizes = dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_out"), (width, width))
-        for each, size in {**sizes, "ffn_up": (shape.ffn, width), "ffn_down": (width, shape.ffn)}.items():
-            yield f"{name}.{each}.weight", matrix(*size)
-            yield f"{name}.{each}.bias", bias(size[0])
+        for part, size in {**sizes, "ffn_up": (shape.ffn, width), "ffn_down": (width, shape.ffn)}.items():
+            yield f"{name}.{part}.weight", matrix(*size)
+            yield f"{name}.{part}.bias", bias(size[0])
     for name in norms:
         yield f"{name}.weight", np.ones(width, np.float32)
         yield f"{name}.bias", bias(width)
@@ -131,10 +131,10 @@ def _tensors_of_sound(shape: ProjectorShape, n_embd: int, seed: int) -> Iterator
         name = f"a.blk.{layer}"
         norms += [f"{name}.ln1", f"{name}.ln2"]
         sizes = dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_out"), (width, width))
-        for each, size in {**sizes, "ffn_up": (shape.ffn, width), "ffn_down": (width, shape.ffn)}.items():
-            yield f"{name}.{each}.weight", matrix(*size)
-            if each != "attn_k":
-                yield f"{name}.{each}.bias", bias(size[0])
+        for part, size in {**sizes, "ffn_up": (shape.ffn, width), "ffn_down": (width, shape.ffn)}.items():
+            yield f"{name}.{part}.weight", matrix(*size)
+            if part != "attn_k":
+                yield f"{name}.{part}.bias", bias(size[0])
     for name in norms:
         yield f"{name}.weight", np.ones(width, np.float32)
         yield f"{name}.bias", bias(width)

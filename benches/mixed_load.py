@@ -252,7 +252,7 @@ async def compare(options: dict[str, Any], asked: Load, pins: Pins | None) -> Co
             f"run {len(runs[contender])}  {contender!s:<32} wall {cell(figures.wall_s, 2)} s, "
             f"ITL p99 {cell(figures.itl_p99_ms)} ms, others cpu {figures.others_cpu:.0%}"
         )
-    return Comparison({contender: medians(found) for contender, found in runs.items()})
+    return Comparison({contender: medians(of_contender) for contender, of_contender in runs.items()})
 
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -322,16 +322,16 @@ def main(**options: Any) -> None:
     for line in [*machine(), f"pin       {pins or 'none'}"]:
         click.echo(line)
     work = compare if options["rival"] else one
-    found = carry_out(partial(work, options, asked, pins))
-    if isinstance(found, Comparison):
-        click.echo(f"\n{found.show()}")
+    outcome = carry_out(partial(work, options, asked, pins))
+    if isinstance(outcome, Comparison):
+        click.echo(f"\n{outcome.show()}")
         if options["plot_file"] is not None:
-            found.plot(options["plot_file"], f"{(options['model'] or EMBEDDED).name}: {asked}")
+            outcome.plot(options["plot_file"], f"{(options['model'] or EMBEDDED).name}: {asked}")
         return
-    show(found)
+    show(outcome)
     if options["csv_file"] is not None:
-        write_csv(options["csv_file"], found.tracks)
-        click.echo(f"\n{options['csv_file']}: {sum(track.n_tokens for track in found.tracks)} tokens")
+        write_csv(options["csv_file"], outcome.tracks)
+        click.echo(f"\n{options['csv_file']}: {sum(track.n_tokens for track in outcome.tracks)} tokens")
 
 
 def check(options: dict[str, Any]) -> None:

@@ -168,8 +168,8 @@ class Tensor:
         """Its type in the file.  Rows that are not whole blocks of Q4_K have Q8_0."""
         if self.deviation is None or self.is_float or self.columns % BLOCK:
             return VECTORS
-        found = QUANTS[quant][0]
-        return found if self.columns % gguf.GGML_QUANT_SIZES[found][0] == 0 else gguf.GGMLQuantizationType.Q8_0
+        quantized = QUANTS[quant][0]
+        return quantized if self.columns % gguf.GGML_QUANT_SIZES[quantized][0] == 0 else gguf.GGMLQuantizationType.Q8_0
 
 
 def tensors(shape: Shape, n_vocab: int, silent: npt.NDArray[np.intp], ctx: int) -> Iterator[Tensor]:

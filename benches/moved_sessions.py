@@ -97,7 +97,7 @@ async def measure(serving: ServerSettings, texts: Sequence[str], folder: Path) -
         ]
         for port in ports
     )
-    found = []
+    times = []
     async with uma_trio_rig(one), uma_trio_rig(other), httpx.AsyncClient(timeout=600) as http:
         for url in urls:
             await turn(http, url, f"warm up {url}", "Hello")
@@ -109,20 +109,20 @@ async def measure(serving: ServerSettings, texts: Sequence[str], folder: Path) -
             stayed = await turn(http, a, f"stays {n}", NEXT)
             prefilled = moved.prompt_tokens - moved.cached_tokens
             same = moved.text == stayed.text
-            found.append(Times(cold.ttft_ms, stayed.ttft_ms, moved.ttft_ms, moved.prompt_tokens, prefilled, same))
-    return found
+            times.append(Times(cold.ttft_ms, stayed.ttft_ms, moved.ttft_ms, moved.prompt_tokens, prefilled, same))
+    return times
 
 
 def show(times: Sequence[Times]) -> str:
     """A row for each kind of turn, relative to a cold start."""
-    cold = statistics.median(each.cold_ms for each in times)
+    cold = statistics.median(session.cold_ms for session in times)
     rows = []
     for name, key in (("cold", "cold_ms"), ("stayed", "stayed_ms"), ("moved", "moved_ms")):
-        values = [getattr(each, key) for each in times]
+        values = [getattr(session, key) for session in times]
         p50 = statistics.median(values)
         rows.append([name, cell(p50), cell(max(values)), f"{p50 / cold:.2%}"])
-    prefilled = ", ".join(f"{each.prefilled} of {each.tokens}" for each in times)
-    same = sum(each.same_text for each in times)
+    prefilled = ", ".join(f"{session.prefilled} of {session.tokens}" for session in times)
+    same = sum(session.same_text for session in times)
     return (
         f"{table(('session', 'TTFT p50 ms', 'max', 'of cold'), rows)}\n\n"
         f"prompt tokens computed after the move: {prefilled}\nsame texts as if it had stayed: {same} of {len(times)}"
@@ -146,8 +146,8 @@ def main(tokens: int, seed: int, repeat: int, csv_file: Path | None, **options: 
         click.echo(f"server    two of {serving}\nload      {repeat} sessions of {tokens} tokens, seed {seed}\n")
         times = carry_out(lambda: measure(serving, texts, Path(folder)))
     file = RunsFile(csv_file, ["session", *[field.name for field in attrs.fields(Times)]])
-    for n, each in enumerate(times, 1):
-        file.add(n, *attrs.astuple(each))
+    for n, session in enumerate(times, 1):
+        file.add(n, *attrs.astuple(session))
     click.echo(show(times))
 
 

@@ -187,9 +187,9 @@ class Night:
             batch_id = await self._begin(bodies)
 
             async def n_completed() -> int:
-                found = (await self.http.get(f"/v1/batches/{batch_id}")).raise_for_status().json()
-                assert not found["request_counts"]["failed"], found
-                return int(found["request_counts"]["completed"])
+                batch = (await self.http.get(f"/v1/batches/{batch_id}")).raise_for_status().json()
+                assert not batch["request_counts"]["failed"], batch
+                return int(batch["request_counts"]["completed"])
 
             yield n_completed
             (await self.http.post(f"/v1/batches/{batch_id}/cancel")).raise_for_status()
@@ -217,21 +217,21 @@ class Night:
         return str((await self.http.post("/v1/batches", json=request)).raise_for_status().json()["id"])
 
 
-def show(found: dict[str, Seen], load: Load) -> str:
+def show(by_setting: dict[str, Seen], load: Load) -> str:
     """A row for each setting, and the ratios to the first one."""
-    alone = found[ALONE]
+    alone = by_setting[ALONE]
 
     def cells(values: Sequence[float], base: Sequence[float]) -> list[str]:
         p50, p99, base_p99 = percentile(values, 50), percentile(values, 99), percentile(base, 99)
         ratio = None if p99 is None or base_p99 is None else p99 / base_p99
         return [cell(p50), cell(p99), cell(ratio, 2)]
 
-    best = found[BATCH_ALONE]
+    best = by_setting[BATCH_ALONE]
     header = (
         "", "requests", "TTFT p50 ms", "p99", "ratio", "ITL p50 ms", "p99", "ratio", "row tok/s", "of what is left", "interrupted",
     )  # fmt: skip
     lines = []
-    for setting, seen in found.items():
+    for setting, seen in by_setting.items():
         rate = seen.rows * load.row_tokens / seen.seconds
         left = 1.0 if seen is best else alone.idle_s / alone.seconds
         share = rate / (left * best.rows * load.row_tokens / best.seconds) if left else None
@@ -280,7 +280,7 @@ def main(csv_file: Path | None, repeat: int, serve_flags: Sequence[str], **optio
         serving = ServerSettings(model=place.model, threads=place.threads, parallel=load.parallel, ctx=load.ctx)
         click.echo(f"servers   {serving}\nload      {load}\n")
         file = RunsFile(csv_file, ["setting", "round", "ttft_p99_ms", "itl_p99_ms", "rows", "seconds"])
-        found = {setting: Seen() for setting in SETTINGS}
+        by_setting = {setting: Seen() for setting in SETTINGS}
         port = free_port()
         with tempfile.TemporaryDirectory(prefix="uma-night-") as folder, vocabulary(place.model) as tokenizer:
             flags = [*uma_trio_flags(serving), "--http", str(port), "--state-dir", folder, *serve_flags]
@@ -294,13 +294,13 @@ def main(csv_file: Path | None, repeat: int, serve_flags: Sequence[str], **optio
                     for number in range(repeat):
                         for setting in SETTINGS:
                             seen = await night.run(setting, load.seed + number)
-                            found[setting].add(seen)
-                            p99 = [percentile(each, 99) for each in (seen.ttft_ms, seen.itl_ms)]
+                            by_setting[setting].add(seen)
+                            p99 = [percentile(times_ms, 99) for times_ms in (seen.ttft_ms, seen.itl_ms)]
                             file.add(setting, number, *p99, seen.rows, seen.seconds)
                             click.echo(
                                 f"{setting}, run {number + 1}: p99 {cell(p99[0])} and {cell(p99[1])} ms, {seen.rows} rows"
                             )
-        return found
+        return by_setting
 
     click.echo(f"\n{show(carry_out(work), load)}")
 

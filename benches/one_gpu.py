@@ -220,7 +220,7 @@ class Bench:
         """The mixed load with drivers that have compiled nothing yet."""
         load = self.sizes.load
         serving = self.serving(load.parallel, load.parallel * load.room)
-        found: dict[str, Figures] = {}
+        figures: dict[str, Figures] = {}
         start_s: dict[str, float] = {}
         for name, rig in ((SERVER, self.theirs(serving)), (US, self.ours(serving))):
             with empty_caches():
@@ -230,8 +230,8 @@ class Bench:
                     result = await measure(
                         started, load.make(), head_start=load.long_after, every_s=load.long_every, pins=self.place.pins
                     )
-            found[name] = Figures.of(result)
-        ours, theirs = found[US], found[SERVER]
+            figures[name] = Figures.of(result)
+        ours, theirs = figures[US], figures[SERVER]
         work = "first start, mixed load"
         return [
             self.row(work, "longest gap ms", ours.itl_max_ms, theirs.itl_max_ms, most=1 / 20),
@@ -248,8 +248,8 @@ class Bench:
             ours = {}
             async with self.ours(serving, http=True) as rig:
                 await warm_up(rig)
-                for door, each in doors(rig).items():
-                    ours[door] = decode_rate((await self.plain(each, n)).tracks)
+                for door, door_rig in doors(rig).items():
+                    ours[door] = decode_rate((await self.plain(door_rig, n)).tracks)
             async with self.theirs(serving) as rig:
                 await warm_up(rig)
                 theirs = decode_rate((await self.plain(rig, n)).tracks)
@@ -270,8 +270,8 @@ class Bench:
             "--output-format", "jsonl", *self.rival_flags,
         ]  # fmt: skip
         output = await run_peer(peer(self.backend.peers, BENCH), arguments)
-        found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-        return {each["pl"]: each["speed_tg"] for each in found}
+        lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+        return {line["pl"]: line["speed_tg"] for line in lines}
 
     async def small_model(self) -> list[Row]:
         """A small model, where the host decides: over HTTP next to llama-server and to our own socket.
@@ -288,8 +288,8 @@ class Bench:
         async with self.ours(serving, http=True) as rig:
             await warm_up(rig)
             for n in self.sizes.small_streams:
-                for door, each in doors(rig).items():
-                    ours[n, door] = await speed(each, n)
+                for door, door_rig in doors(rig).items():
+                    ours[n, door] = await speed(door_rig, n)
         theirs = {}
         async with self.theirs(serving) as rig:
             await warm_up(rig)
@@ -312,10 +312,12 @@ class Bench:
         for name, rig in ((US, self.ours(serving)), (SERVER, self.theirs(serving))):
             async with rig as started:
                 await warm_up(started)
-                each = without_speculation(started)
+                plain_rig = without_speculation(started)
                 for with_schema in (True, False):
-                    found = await constrained.run(each, n, self.sizes.tokens, schema if with_schema else None, pins)
-                    rates[name, with_schema] = found.tokens_per_s
+                    figures = await constrained.run(
+                        plain_rig, n, self.sizes.tokens, schema if with_schema else None, pins
+                    )
+                    rates[name, with_schema] = figures.tokens_per_s
                 if name == US:
                     first = await self._first_tokens(started)
         work = f"{n} streams under a schema"
@@ -376,17 +378,17 @@ def empty_caches() -> Iterator[None]:
 
 async def measured(benches: Sequence[Bench], only: Sequence[str], ends: float) -> AsyncIterator[tuple[str, list[Row]]]:
     """The rows of one load after another; what is not done at ``ends`` is left out."""
-    for each in benches:
-        with environment({DIRECTORY_VARIABLE: str(each.backend.library)}):
+    for of_backend in benches:
+        with environment({DIRECTORY_VARIABLE: str(of_backend.backend.library)}):
             for name, load in LOADS.items():
-                if (only and name not in only) or (name == "first-start" and each.backend.name != "vulkan"):
+                if (only and name not in only) or (name == "first-start" and of_backend.backend.name != "vulkan"):
                     continue
                 began = time.perf_counter()
                 rows: list[Row] = []
                 with trio.move_on_after(max(0.0, ends - began)) as scope:
-                    rows = await load(each)
+                    rows = await load(of_backend)
                 state = "the time is over" if scope.cancelled_caught else f"{time.perf_counter() - began:.0f} s"
-                yield f"{each.backend.name}, {name}: {state}", rows
+                yield f"{of_backend.backend.name}, {name}: {state}", rows
 
 
 @bench()
@@ -406,27 +408,27 @@ def main(**options: Any) -> None:
     """
     began = time.perf_counter()
     try:
-        backends = [Backend.parse(each) for each in options["backends"]]
+        backends = [Backend.parse(text) for text in options["backends"]]
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--backend") from None
     place = Place.of(options)
     benches = [
         Bench(
-            backend=each,
+            backend=backend,
             place=place,
             small=options["small"] or place.model,
             sizes=QUICK if options["quick"] else WHOLE,
             rival_flags=options["rival_flags"].split(),
         )
-        for each in backends or [Backend("cuda", library_directory(), DEFAULT_PEERS)]
+        for backend in backends or [Backend("cuda", library_directory(), DEFAULT_PEERS)]
     ]
     for line in [*machine(), f"pin       {place.pins or 'none'}"]:
         click.echo(line)
     rows: list[Row] = []
 
     async def work() -> None:
-        async for done, found in measured(benches, options["only"], began + 60 * options["minutes"]):
-            rows.extend(found)
+        async for done, new_rows in measured(benches, options["only"], began + 60 * options["minutes"]):
+            rows.extend(new_rows)
             click.echo(done)
             if options["out"] is not None:
                 replace_text(options["out"], json.dumps([attrs.asdict(row) for row in rows], indent=1) + "\n")

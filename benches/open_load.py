@@ -89,8 +89,8 @@ class Slo:
         gaps = durations_ms(answer.gaps)
         if not gaps:
             return True
-        found = statistics.fmean(gaps) if self.of == "mean" else percentile(gaps, 99)
-        return found is not None and found <= self.itl_ms
+        itl_ms = statistics.fmean(gaps) if self.of == "mean" else percentile(gaps, 99)
+        return itl_ms is not None and itl_ms <= self.itl_ms
 
     def good(self, outcome: Outcome) -> bool:
         """Whether the request completed within both limits."""

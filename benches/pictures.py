@@ -193,11 +193,11 @@ async def measured(place: Place, contestants: Sequence[Contender], load: Load, r
                     figures = await run(url_of(rig), load, at, rig.pid)
             runs.setdefault(str(contender), []).append(figures)
             file.add(at + 1, contender.server, contender.setting, *attrs.astuple(figures))
-    found = {name: medians(each) for name, each in runs.items()}
-    first = next(iter(found.values()))
+    by_server = {name: medians(of_server) for name, of_server in runs.items()}
+    first = next(iter(by_server.values()))
     lines = [
-        [name, *(f"{number(getattr(each, n))} ({ratio(getattr(each, n), getattr(first, n))})" for n in NAMES)]
-        for name, each in found.items()
+        [name, *(f"{number(getattr(of_server, n))} ({ratio(getattr(of_server, n), getattr(first, n))})" for n in NAMES)]
+        for name, of_server in by_server.items()
     ]
     return table(["server", *NAMES], lines)
 
@@ -242,7 +242,9 @@ def main(streams: int, tokens: int, pictures: int, side: int, every_s: float, sh
                 *(contenders.rivals(peers, serving, [sees + rival_flags]) if rival else []),
                 *contenders.ours(serving, [sees + flags for flags in ours], protocol="http"),
             ]
-            contestants = [attrs.evolve(each, setting=each.setting.removeprefix(sees)) for each in contestants]
+            contestants = [
+                attrs.evolve(contender, setting=contender.setting.removeprefix(sees)) for contender in contestants
+            ]
             click.echo(f"servers   {serving}, projector {shape}\nload      {load}\n")
             file = RunsFile(csv_file, ["run", "server", "setting", *NAMES])
             return await measured(place, contestants, load, repeat, file)

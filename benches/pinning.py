@@ -60,12 +60,12 @@ def _cores(text: str) -> Cores:
     """Parse a list of cores such as ``0,2-4``, in the syntax of ``taskset -c``."""
     try:
         ranges = [[int(end) for end in part.split("-")] for part in text.split(",")]
-        found = frozenset(core for ends in ranges for core in range(ends[0], ends[-1] + 1))
+        cores = frozenset(core for ends in ranges for core in range(ends[0], ends[-1] + 1))
     except ValueError:
-        found = frozenset()
-    if not found:
+        cores = frozenset()
+    if not cores:
         raise ValueError(f"{text!r} is not a list of cores such as 0,2-4")
-    return found
+    return cores
 
 
 def _text(cores: Cores) -> str:

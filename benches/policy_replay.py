@@ -66,10 +66,10 @@ def fitted(run: Run) -> tuple[Device, float, float]:
         if kind.any():
             kept &= ~kind | (ms < OUTLIER * np.median(ms[kind]))
     weights = 1 / ms[kept]  # relative errors count
-    found = np.linalg.lstsq(work[kept] * weights[:, None], ms[kept] * weights, rcond=None)[0]
-    error = float(np.std((work[kept] @ found) / ms[kept] - 1))
+    coefficients = np.linalg.lstsq(work[kept] * weights[:, None], ms[kept] * weights, rcond=None)[0]
+    error = float(np.std((work[kept] @ coefficients) / ms[kept] - 1))
     gaps = [tick.host_gap_ms for tick in ticks if tick.host_gap_ms is not None]
-    a, b, c, d, e, step = (float(value) for value in found)
+    a, b, c, d, e, step = (float(value) for value in coefficients)
     header = run.header
     device = Device("log", a, b, c, d, e, step, parallel=header.n_seq_max, n_batch=header.n_batch)
     return device, statistics.mean(gaps) if gaps else 0.0, error
@@ -77,32 +77,34 @@ def fitted(run: Run) -> tuple[Device, float, float]:
 
 def requests_of(run: Run, settings: Scheduling) -> list[Request]:
     """The requests of a run, by arrival; what they found in the KV cache is no part of their prompts."""
-    records = sorted((each for each in run.requests if each.completion_tokens), key=lambda each: each.arrived_s)
+    records = sorted(
+        (record for record in run.requests if record.completion_tokens), key=lambda record: record.arrived_s
+    )
     if not records:
         raise click.ClickException("no request of the log has an answer")
     start = records[0].arrived_s
     return [
         Request(
-            max(1, each.prompt_tokens - each.cached_tokens),
-            each.completion_tokens,
-            each.arrived_s - start,
-            (settings.background_itl_ms if each.priority == "background" else settings.target_itl_ms) / 1e3,
-            Priority[each.priority.upper()],
-            each.principal,
-            n_context=each.cached_tokens,
+            max(1, record.prompt_tokens - record.cached_tokens),
+            record.completion_tokens,
+            record.arrived_s - start,
+            (settings.background_itl_ms if record.priority == "background" else settings.target_itl_ms) / 1e3,
+            Priority[record.priority.upper()],
+            record.principal,
+            n_context=record.cached_tokens,
         )
-        for each in records
+        for record in records
     ]
 
 
 def of_log(records: Sequence[RequestRecord]) -> Figures:
     """Figures of the requests in the log."""
-    answered = [each for each in records if each.completion_tokens and each.first_token_s is not None]
+    answered = [record for record in records if record.completion_tokens and record.first_token_s is not None]
     return Figures(
-        wall_s=max(each.finished_s for each in answered) - min(each.arrived_s for each in answered),
-        ttft_ms=statistics.mean(each.ttft_ms or 0.0 for each in answered),
-        itl_ms=statistics.mean(statistics.mean(each.inter_token_ms) for each in answered if each.inter_token_ms),
-        latency_ms=statistics.mean(1e3 * (each.finished_s - each.arrived_s) for each in answered),
+        wall_s=max(record.finished_s for record in answered) - min(record.arrived_s for record in answered),
+        ttft_ms=statistics.mean(record.ttft_ms or 0.0 for record in answered),
+        itl_ms=statistics.mean(statistics.mean(record.inter_token_ms) for record in answered if record.inter_token_ms),
+        latency_ms=statistics.mean(1e3 * (record.finished_s - record.arrived_s) for record in answered),
     )
 
 

@@ -205,7 +205,7 @@ def arrivals(device: Device, n: int, load: float, settings: Scheduling, seed: in
     mean_ms = sum(share * device.request_ms(prompt, tokens) for share, prompt, tokens in SIZES.values())
     classes, shares = list(SIZES), [share for share, _, _ in SIZES.values()]
     activity = [1 / (rank + 1) for rank in range(PRINCIPALS)]
-    now, found = 0.0, []
+    now, requests = 0.0, []
     for _ in range(n):
         now += rng.expovariate(load / mean_ms) / 1e3
         [priority] = rng.choices(classes, shares)
@@ -213,8 +213,8 @@ def arrivals(device: Device, n: int, load: float, settings: Scheduling, seed: in
         _, prompt, tokens = SIZES[priority]
         target_ms = settings.background_itl_ms if priority is Priority.BACKGROUND else settings.target_itl_ms
         n_prompt, n_tokens = _random_size(rng, prompt), _random_size(rng, tokens)
-        found.append(Request(n_prompt, n_tokens, now, target_ms / 1e3, priority, str(principal)))
-    return found
+        requests.append(Request(n_prompt, n_tokens, now, target_ms / 1e3, priority, str(principal)))
+    return requests
 
 
 def mixed_load(settings: Scheduling) -> list[Request]:
@@ -240,8 +240,8 @@ TOKENS_OF_REQUEST = 100_000
 def agents(settings: Scheduling, n: int) -> list[Request]:
     """``n`` agents, next to four streams and prompts that come once, one every 0.8 s."""
     target_s = settings.target_itl_ms / 1e3
-    found = [Request(20, 1200, 0.0, target_s, Priority.INTERACTIVE, "0") for _ in range(4)]
-    found += [Request(4040, 64, 0.5 + 0.8 * n, target_s, Priority.NORMAL, "1") for n in range(20)]
+    requests = [Request(20, 1200, 0.0, target_s, Priority.INTERACTIVE, "0") for _ in range(4)]
+    requests += [Request(4040, 64, 0.5 + 0.8 * n, target_s, Priority.NORMAL, "1") for n in range(20)]
     for number in range(n):
         turns = [
             Request(
@@ -259,8 +259,8 @@ def agents(settings: Scheduling, n: int) -> list[Request]:
             request.tokens = known[: request.n_pending + AGENT_ANSWER]
             request.thinking_s, request.then = AGENT_THINKING_S, turns[turn + 1] if turn + 1 < AGENT_TURNS else None
         turns[0].arrived_s = 0.4 * number
-        found.append(turns[0])
-    return sorted(found, key=lambda request: request.arrived_s)
+        requests.append(turns[0])
+    return sorted(requests, key=lambda request: request.arrived_s)
 
 
 class Cells:
@@ -470,17 +470,17 @@ class Outcome:
 
     def starved(self) -> list[str]:
         """What starved, in words; empty if nothing did."""
-        found = []
+        complaints = []
         if not all(request.is_done for request in self.requests):
-            found.append(f"{sum(not request.is_done for request in self.requests)} requests never finished")
+            complaints.append(f"{sum(not request.is_done for request in self.requests)} requests never finished")
         if self.prefill_waited > self.bound():
-            found.append(f"a prompt waited for {self.prefill_waited} ticks")
+            complaints.append(f"a prompt waited for {self.prefill_waited} ticks")
         if self.stream_waited > 1:
-            found.append(f"a stream waited for {self.stream_waited} ticks")
+            complaints.append(f"a stream waited for {self.stream_waited} ticks")
         turn = max(MAX_BACKGROUND_STRETCH, self.most_streams) / Scheduling().background_share
         if self.background_waited > turn * self.bound():
-            found.append(f"a background request waited for {self.background_waited} ticks")
-        return found
+            complaints.append(f"a background request waited for {self.background_waited} ticks")
+        return complaints
 
 
 def simulate(
@@ -579,7 +579,7 @@ def simulate(
                 if request.then is not None:
                     request.then.arrived_s = now + request.thinking_s
                     requests.append(request.then)
-                    coming = deque(sorted([*coming, request.then], key=lambda each: each.arrived_s))
+                    coming = deque(sorted([*coming, request.then], key=lambda later: later.arrived_s))
                 del running[seq_id]
                 decoding.discard(seq_id)
                 free.append(seq_id)
@@ -625,7 +625,7 @@ def report(device: Device, outcomes: Sequence[Outcome]) -> str:
             cell(outcome.scanned_cells / outcome.ticks, 0), f"{outcome.most_streams:,}", f"{outcome.most_waiting:,}",
             f"{outcome.prefill_waited:,}", f"{outcome.stream_waited} / {outcome.background_waited}",
             *(cell(percentile(outcome.plan_ms, at), 3) for at in (50, 99)),
-            *(cell(100 * at) if (at := percentile(outcome.errors, each)) is not None else "-" for each in (50, 90)),
+            *(cell(100 * at) if (at := percentile(outcome.errors, share)) is not None else "-" for share in (50, 90)),
         ]
         for outcome in outcomes
     ]  # fmt: skip

@@ -15,10 +15,10 @@ def tree(pid: int) -> list[psutil.Process]:
         psutil.NoSuchProcess: there is no such process.
     """
     process = psutil.Process(pid)
-    found = [process]
+    processes = [process]
     with contextlib.suppress(psutil.NoSuchProcess):
-        found += process.children(recursive=True)
-    return found
+        processes += process.children(recursive=True)
+    return processes
 
 
 def cpu_s(pid: int) -> float:

@@ -74,10 +74,12 @@ def given(folder: Path) -> Generator:
     Raises:
         RivalError: aiperf is not installed in it.
     """
-    found = Generator(folder.absolute())
-    if not os.access(found.program, os.X_OK):
-        raise RivalError(f"there is no {found.program}: run {folder}/bin/pip install {REQUIREMENT}, or omit --aiperf")
-    return found
+    generator = Generator(folder.absolute())
+    if not os.access(generator.program, os.X_OK):
+        raise RivalError(
+            f"there is no {generator.program}: run {folder}/bin/pip install {REQUIREMENT}, or omit --aiperf"
+        )
+    return generator
 
 
 async def made(folder: Path) -> Generator:
@@ -86,12 +88,12 @@ async def made(folder: Path) -> Generator:
     Raises:
         RivalError: it cannot be made; the message has the remedy.
     """
-    found = Generator(folder)
-    if os.access(found.program, os.X_OK):
-        return found
+    generator = Generator(folder)
+    if os.access(generator.program, os.X_OK):
+        return generator
     steps = (
         [sys.executable, "-m", "venv", str(folder)],
-        [str(found.python), "-m", "pip", "install", "--disable-pip-version-check", REQUIREMENT],
+        [str(generator.python), "-m", "pip", "install", "--disable-pip-version-check", REQUIREMENT],
     )
     for step in steps:
         code, output = await _output(step, INSTALL_S)
@@ -149,7 +151,7 @@ async def write_tokenizer(generator: Generator, model: Path, tokenizer: Tokenize
     if done.returncode:
         output = done.stderr.decode(errors="replace").strip()
         raise RivalError(f"aiperf's library cannot read the tokenizer of {model.name}: {output[-LOG_TAIL:]}")
-    return sum(found != expected for found, expected in zip(json.loads(done.stdout), ours, strict=True))
+    return sum(theirs != expected for theirs, expected in zip(json.loads(done.stdout), ours, strict=True))
 
 
 # -- loads -------------------------------------------------------------------------------------
@@ -255,9 +257,9 @@ async def run_cell(generator: Generator, given: Sequence[str], out: Path) -> Fig
         RivalError: it failed, or did not end within ``RUN_S``.
     """
     code, output = await _output([str(generator.program), *given], RUN_S, out)
-    found = trio.Path(out, EXPORT)
-    if await found.exists():
-        return read_export(json.loads(await found.read_bytes()))
+    export = trio.Path(out, EXPORT)
+    if await export.exists():
+        return read_export(json.loads(await export.read_bytes()))
     failed = re.search(r"All (\d+) inference request", output)
     if failed:  # it writes no export then
         return read_export({"error_request_count": {"avg": int(failed[1])}})
@@ -296,8 +298,8 @@ def read_export(export: Mapping[str, Any]) -> Figures:
     """The figures of ``profile_export_aiperf.json``."""
 
     def value(metric: str, of: str = "avg") -> float | None:
-        found = (export.get(metric) or {}).get(of)
-        return None if found is None else float(found)
+        value_of_metric = (export.get(metric) or {}).get(of)
+        return None if value_of_metric is None else float(value_of_metric)
 
     return Figures(
         wall_s=value("benchmark_duration"),

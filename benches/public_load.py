@@ -118,7 +118,7 @@ def summary(runs: Sequence[Figures]) -> Figures:
     return attrs.evolve(medians(runs), errors=sum(run.errors for run in runs))
 
 
-def show(found: dict[Cell, dict[str, Figures]]) -> str:
+def show(measurements: dict[Cell, dict[str, Figures]]) -> str:
     """A row for each cell and server, and one with the ratios of uma-trio to llama-server."""
     header = [
         "", "wall s", "req/s", "TTFT ms", "p99", "ITL ms", "p99", "gap p99", "latency ms", "p99", "in", "out", "cached",
@@ -126,7 +126,7 @@ def show(found: dict[Cell, dict[str, Figures]]) -> str:
     ]  # fmt: skip
     digits = dict.fromkeys(NAMES, 1) | {"wall_s": 2, "requests_per_s": 3, "errors": 0}
     lines = []
-    for cell, servers in found.items():
+    for cell, servers in measurements.items():
         for server, figures in servers.items():
             values = [number(getattr(figures, name), digits[name]) for name in NAMES]
             lines.append([f"{cell} {server}", *values])
@@ -139,14 +139,14 @@ def show(found: dict[Cell, dict[str, Figures]]) -> str:
 
 def oddities(cell: Cell, server: str, figures: Figures) -> list[str]:
     """What makes the figures hard to compare."""
-    found = []
+    texts = []
     if figures.errors:
-        found.append(f"{figures.errors:.0f} requests failed")
+        texts.append(f"{figures.errors:.0f} requests failed")
     if figures.answer_tokens not in (None, cell.answer):
-        found.append(f"{figures.answer_tokens:.1f} tokens an answer instead of {cell.answer}")
+        texts.append(f"{figures.answer_tokens:.1f} tokens an answer instead of {cell.answer}")
     if not cell.reuses and figures.cached_tokens is not None and figures.cached_tokens > cell.prompt / 20:
-        found.append(f"{figures.cached_tokens:.0f} tokens of each prompt came from the KV cache")
-    return [f"WARNING: {server}, {cell}: {text}" for text in found]
+        texts.append(f"{figures.cached_tokens:.0f} tokens of each prompt came from the KV cache")
+    return [f"WARNING: {server}, {cell}: {text}" for text in texts]
 
 
 def chosen(texts: Sequence[str], *, everything: bool) -> list[Cell]:
@@ -211,7 +211,7 @@ def main(texts: Sequence[str], everything: bool, requests: int | None, rounds: i
 
 async def measured(common: Bench, cells: Sequence[Cell], requests: int | None, rounds: int, file: RunsFile) -> str:
     """Run all cells, and return the table."""
-    found: dict[Cell, dict[str, Figures]] = {}
+    measurements: dict[Cell, dict[str, Figures]] = {}
     for cell in cells:
         count = requests or max(MIN_REQUESTS, REQUESTS_PER_CLIENT * cell.concurrency)
         runs: dict[str, list[Figures]] = {}
@@ -223,8 +223,8 @@ async def measured(common: Bench, cells: Sequence[Cell], requests: int | None, r
             click.echo(f"{cell} {contender.server} run {len(mine)}: {number(figures.wall_s, 2)} s")
             for line in oddities(cell, contender.server, figures):
                 click.echo(line, err=True)
-        found[cell] = {server: summary(of_server) for server, of_server in runs.items()}
-    return show(found)
+        measurements[cell] = {server: summary(of_server) for server, of_server in runs.items()}
+    return show(measurements)
 
 
 if __name__ == "__main__":

@@ -152,12 +152,14 @@ class Report:
     @property
     def problems(self) -> list[str]:
         """What is not as it should be, other than texts and lost requests."""
-        found = [f"LEAKED: {name}: {self.before[name]} before, {self.after[name]} after" for name in leaks(self.before, self.after)]  # fmt: skip
+        texts = [f"LEAKED: {name}: {self.before[name]} before, {self.after[name]} after" for name in leaks(self.before, self.after)]  # fmt: skip
         if self.restarts != len(self.recoveries):
-            found.append(f"RESTARTS: {self.restarts} for {len(self.recoveries)} crashes")
-        if self.swaps and not (self.swaps["loaded_total"] or any(each.moment == "swap in" for each in self.recoveries)):
-            found.append("NO SWAPS: no session came back from disk; more --streams or a larger --count swap more")
-        return found
+            texts.append(f"RESTARTS: {self.restarts} for {len(self.recoveries)} crashes")
+        if self.swaps and not (
+            self.swaps["loaded_total"] or any(recovery.moment == "swap in" for recovery in self.recoveries)
+        ):
+            texts.append("NO SWAPS: no session came back from disk; more --streams or a larger --count swap more")
+        return texts
 
     @property
     def is_good(self) -> bool:
@@ -196,13 +198,13 @@ class Test:
             await trio.sleep(0.5)
             for n in range(self.count):
                 moment = await moments.wait(n)
-                found = await crash(daemon, self.signals[n % len(self.signals)], moment, load)
-                report.recoveries.append(found)
+                recovery = await crash(daemon, self.signals[n % len(self.signals)], moment, load)
+                report.recoveries.append(recovery)
                 report.rss_mib.append(psutil.Process(pid).memory_info().rss / 2**20)
-                file.add(n + 1, found.signal, moment, found.next_token_ms, found.all_streams_ms)
+                file.add(n + 1, recovery.signal, moment, recovery.next_token_ms, recovery.all_streams_ms)
                 if (n + 1) % 10 == 0 or n + 1 == self.count:
                     click.echo(
-                        f"{n + 1} of {self.count}: {found.signal} {found.next_token_ms:.0f} ms; "
+                        f"{n + 1} of {self.count}: {recovery.signal} {recovery.next_token_ms:.0f} ms; "
                         f"{len(report.wrong)} wrong, {len(report.lost)} lost"
                     )
             for stream in load:
@@ -242,18 +244,18 @@ def show(report: Report) -> str:
 def _pauses(report: Report) -> str:
     header = ("signal", "crashes", "next token p50 ms", "p95", "p99", "max", "all streams p50 ms", "p95", "p99", "max")
     groups: dict[str, list[Recovery]] = {}
-    for found in report.recoveries:
-        groups.setdefault(f"SIG{found.signal.upper()}", []).append(found)
-    for found in report.recoveries:
-        groups.setdefault(f"at {found.moment}", []).append(found)
+    for recovery in report.recoveries:
+        groups.setdefault(f"SIG{recovery.signal.upper()}", []).append(recovery)
+    for recovery in report.recoveries:
+        groups.setdefault(f"at {recovery.moment}", []).append(recovery)
     groups = {name: group for name, group in groups.items() if len(group) < len(report.recoveries)}
     groups["all"] = report.recoveries
     lines = [
         [
             name,
             str(len(group)),
-            *quantiles([each.next_token_ms for each in group]),
-            *quantiles([each.all_streams_ms for each in group]),
+            *quantiles([recovery.next_token_ms for recovery in group]),
+            *quantiles([recovery.all_streams_ms for recovery in group]),
         ]
         for name, group in groups.items()
     ]
@@ -261,7 +263,7 @@ def _pauses(report: Report) -> str:
 
 
 def _answers(report: Report) -> str:
-    kinds = {stream.kind: [each for each in report.load if each.kind == stream.kind] for stream in report.load}
+    kinds = {stream.kind: [other for other in report.load if other.kind == stream.kind] for stream in report.load}
     lines = []
     for name, group in [*kinds.items(), ("all", report.load)]:
         lost = Counter(code for stream in group for code in stream.lost)

@@ -56,19 +56,19 @@ def streams(model: Path, kinds: Sequence[str], n_streams: int, tokens: int, seed
     """
     rng = random.Random(seed)
     texts = _questions(model, rng, tokens)
-    found = []
+    loaded = []
     for n, kind in zip(range(n_streams), itertools.cycle(kinds), strict=False):
         plain, drawn = {"temperature": 0.0}, {"temperature": TEMPERATURE, "seed": 100 * n}
         if kind == "sessions":
             conversations = [
-                Conversation(_turns(model, rng, tokens, drawn if each % 2 else plain), is_session=True)
-                for each in range(QUESTIONS)
+                Conversation(_turns(model, rng, tokens, drawn if number % 2 else plain), is_session=True)
+                for number in range(QUESTIONS)
             ]
         else:
             fields = {"greedy": plain, "seeded": drawn, "choices": {**drawn, "n": N_CHOICES}}[kind]
             conversations = [Conversation([{**next(texts), "cache_prompt": False, **fields}]) for _ in range(QUESTIONS)]
-        found.append(LoadedStream(f"{kind} {n}", kind, conversations))
-    return found
+        loaded.append(LoadedStream(f"{kind} {n}", kind, conversations))
+    return loaded
 
 
 def _questions(model: Path, rng: random.Random, tokens: int) -> Iterator[dict[str, Any]]:
@@ -152,7 +152,11 @@ class LoadedStream:
         The logits depend in their last bits on the other sequences of a batch, which matters to models whose best tokens
         are almost equally likely.
         """
-        stable = [each for each in self.conversations if await self._alone(daemon, each) == self.expected[each]]
+        stable = [
+            conversation
+            for conversation in self.conversations
+            if await self._alone(daemon, conversation) == self.expected[conversation]
+        ]
         self.unstable = len(self.conversations) - len(stable)
         if not stable:
             raise click.ClickException(
@@ -175,17 +179,17 @@ class LoadedStream:
                 if self.stopping or turn >= len(conversation.turns):
                     continue
                 try:
-                    found = await self._ask(daemon, conversation, turn, name)
+                    answers = await self._ask(daemon, conversation, turn, name)
                 except ServerError as error:
                     self.lost.append(str(error.code))
                     del running[conversation]
                     await trio.sleep(RETRY_S)
                     continue
                 begun.add(name)
-                self.answers += len(found)
+                self.answers += len(answers)
                 expected = self.expected[conversation][turn]
-                if found != expected:  # later turns would be wrong for that reason alone
-                    self.wrong.append(f"{name}, turn {turn + 1}, {_difference(expected, found)}")
+                if answers != expected:  # later turns would be wrong for that reason alone
+                    self.wrong.append(f"{name}, turn {turn + 1}, {_difference(expected, answers)}")
                     del running[conversation]
         if any(conversation.is_session for conversation in self.conversations):
             for name in begun:
@@ -193,10 +197,10 @@ class LoadedStream:
 
     async def _alone(self, daemon: Daemon, conversation: Conversation) -> list[Answers]:
         name = next(self._names)
-        found = [await self._ask(daemon, conversation, turn, name) for turn in range(len(conversation.turns))]
+        answers = [await self._ask(daemon, conversation, turn, name) for turn in range(len(conversation.turns))]
         if conversation.is_session:
             await _close(daemon, name)
-        return found
+        return answers
 
     async def _ask(self, daemon: Daemon, conversation: Conversation, turn: int, name: str) -> Answers:
         fields = dict(conversation.turns[turn])
@@ -218,8 +222,8 @@ async def _close(daemon: Daemon, session: str) -> None:
         await client.sessions("close", session_id=session)
 
 
-def _difference(expected: Answers, found: Answers) -> str:
-    index = next(n for n, (one, other) in enumerate(zip(expected, found, strict=True)) if one != other)
-    (was, reason), (text, now) = expected[index], found[index]
+def _difference(expected: Answers, received: Answers) -> str:
+    index = next(n for n, (one, other) in enumerate(zip(expected, received, strict=True)) if one != other)
+    (was, reason), (text, now) = expected[index], received[index]
     at = next((n for n, (a, b) in enumerate(zip(was, text, strict=False)) if a != b), min(len(was), len(text)))
     return f"answer {index}, character {at}: {text[at : at + 40]!r} ({now}) instead of {was[at : at + 40]!r} ({reason})"

@@ -84,26 +84,29 @@ async def logged(log: Path, names: Sequence[str]) -> list[Logged]:
     with trio.fail_after(LOG_S):
         while True:
             runs = read_logs([log])
-            found = [each for name in names if (each := find(runs, name)) is not None]
-            if len(found) == len(names):
-                return found
+            answers = [answer for name in names if (answer := find(runs, name)) is not None]
+            if len(answers) == len(names):
+                return answers
             await trio.sleep(0.2)
 
 
 async def replayed(path: Path, log: Path, names: Sequence[str]) -> list[Replayed]:
     """Answers of the log, compared with themselves computed again, one after the other."""
     before = await logged(log, names)
-    again = await logged(log, [await ask_again(each.replay.fields, str(path)) for each in before])
+    again = await logged(log, [await ask_again(answer.replay.fields, str(path)) for answer in before])
     return [Replayed(was, compare(was, now)) for was, now in zip(before, again, strict=True)]
 
 
-def show(found: Sequence[Replayed]) -> str:
+def show(answers: Sequence[Replayed]) -> str:
     """Counts of all answers, and where the first ones differ."""
-    different = [each.comparison for each in found if not each.comparison.equal]
-    shared, cached = (sum(each.was_shared for each in found), sum(each.was_cached for each in found))
-    counts = [[str(len(found)), str(shared), str(cached), str(len(different))]]
+    different = [answer.comparison for answer in answers if not answer.comparison.equal]
+    shared, cached = (sum(answer.was_shared for answer in answers), sum(answer.was_cached for answer in answers))
+    counts = [[str(len(answers)), str(shared), str(cached), str(len(different))]]
     header = ("answers", "in batches with others", "with a cached beginning", "differ")
-    lines = [f"token {each.differs_at} of {each.n_tokens}: {'; '.join(each.causes)}" for each in different[:5]]
+    lines = [
+        f"token {comparison.differs_at} of {comparison.n_tokens}: {'; '.join(comparison.causes)}"
+        for comparison in different[:5]
+    ]
     return "\n".join([table(header, counts), *lines])
 
 
@@ -131,11 +134,11 @@ def main(serve_flags: Sequence[str], **options: Any) -> None:
             async with temporary_daemon([*uma_trio_flags(serving), *flags]) as daemon:
                 with pinned(daemon.pid, place.pins):
                     await answer_all(daemon.path, asked, streams)
-                    return await replayed(daemon.path, log, [each["id"] for each in asked])
+                    return await replayed(daemon.path, log, [fields["id"] for fields in asked])
 
-    found = carry_out(work)
-    click.echo(show(found))
-    sys.exit(not all(each.comparison.equal for each in found))
+    answers = carry_out(work)
+    click.echo(show(answers))
+    sys.exit(not all(answer.comparison.equal for answer in answers))
 
 
 if __name__ == "__main__":

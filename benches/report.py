@@ -19,12 +19,12 @@ def rows(tracks: Iterable[Track]) -> list[tuple[str, int, float, int]]:
     """
     tracks = list(tracks)
     zero = origin_s(tracks)
-    found = [
+    token_rows = [
         (track.stream.name, index, round(1e3 * (at - zero), 3), int(track.stream.interactive))
         for track in tracks
         for index, at in enumerate(at for answer in track.answers for at in answer.token_s)
     ]
-    return sorted(found, key=lambda row: row[2])
+    return sorted(token_rows, key=lambda row: row[2])
 
 
 def origin_s(tracks: Sequence[Track]) -> float:

@@ -218,9 +218,9 @@ async def _ready(process: trio.Process, log: trio.Path) -> LlamaServer:
     """Wait until llama-server accepts requests.  It chooses a free port, which its log names."""
     with trio.move_on_after(START_S):
         while process.returncode is None:
-            found = re.search(rb"listening on http://([\d.]+):(\d+)", await log.read_bytes())
-            if found:
-                server = LlamaServer(found[1].decode(), int(found[2]))
+            address = re.search(rb"listening on http://([\d.]+):(\d+)", await log.read_bytes())
+            if address:
+                server = LlamaServer(address[1].decode(), int(address[2]))
                 if await server.healthy():
                     return server
             await trio.sleep(POLL_S)

@@ -117,11 +117,11 @@ class Load:
         rng = random.Random(seed)
         mean_ms = self.turns * device.request_ms(self.text, self.answer)
         now = 0.0
-        found: list[Turn] = []
+        turns: list[Turn] = []
         while (now := now + rng.expovariate(use * n_workers / mean_ms) / 1e3) < seconds:
-            found.append(self.conversation(len(found), rng))
-            found[-1].arrived_s = now
-        return found
+            turns.append(self.conversation(len(turns), rng))
+            turns[-1].arrived_s = now
+        return turns
 
 
 LOADS: Final = {
@@ -228,8 +228,8 @@ class Worker:
         self._admit()
         if not self._running:
             return None
-        decodes = [each.view() for seq_id, each in self._running.items() if seq_id in self._decoding]
-        prefills = [each.view() for seq_id, each in self._running.items() if seq_id not in self._decoding]
+        decodes = [running.view() for seq_id, running in self._running.items() if seq_id in self._decoding]
+        prefills = [running.view() for seq_id, running in self._running.items() if seq_id not in self._decoding]
         self._plan = chosen = self.policy.plan(decodes, prefills, now, ATTENTION)
         ms = self.device.ms(chosen.work) * max(0.2, 1 + self.rng.gauss(0, 0.03))
         self.policy.observe(chosen.work, ms)
@@ -323,7 +323,7 @@ class Ring:
     _points: list[tuple[int, Worker]] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        points = [(_hash(f"{each.number}/{n}"), each.number) for each in self.workers for n in range(POINTS)]
+        points = [(_hash(f"{worker.number}/{n}"), worker.number) for worker in self.workers for n in range(POINTS)]
         self._points = [(point, self.workers[number]) for point, number in sorted(points)]
 
     def choose(self, turn: Turn, now: float) -> Worker:
@@ -333,7 +333,7 @@ class Ring:
         if not self.by_prefix:
             return next(walk)
         mean = fmean(worker.in_flight for worker in self.workers)
-        return next((each for each in walk if each.in_flight <= max(1.25 * mean, mean + 10)), self.workers[0])
+        return next((worker for worker in walk if worker.in_flight <= max(1.25 * mean, mean + 10)), self.workers[0])
 
 
 @attrs.define(eq=False)
@@ -351,8 +351,8 @@ class CacheAware:
             if not (there := best & self._sent.get(piece.name, set())):
                 break
             best, matched = there, matched + piece.tokens
-        least = min(self.workers, key=lambda each: (each.in_flight, each.number))
-        chosen: Worker = min((self.workers[n] for n in best), key=lambda each: (each.in_flight, each.number))
+        least = min(self.workers, key=lambda worker: (worker.in_flight, worker.number))
+        chosen: Worker = min((self.workers[n] for n in best), key=lambda worker: (worker.in_flight, worker.number))
         mean = fmean(worker.in_flight for worker in self.workers)
         margin = min(64.0, max(4.0, 2 * math.sqrt(mean)))
         if matched < 0.3 * turn.tokens or chosen.in_flight > max(mean + margin, 1.5 * mean):
@@ -450,7 +450,7 @@ def row(name: str, workers: Sequence[Worker], served: Sequence[Turn], ttft_ms: f
     busy = [worker.busy_s for worker in workers]
     return [
         f"{len(workers)} {name}", f"{len(served):,}", f"{prefilled:,}", cell(min(1.0, ideal(served) / prefilled), 3),
-        cell(sum(each <= ttft_ms for each in ttft) / wall_s, 1), cell(100 * sum(each <= ttft_ms for each in ttft) / len(ttft), 1),
+        cell(sum(ms <= ttft_ms for ms in ttft) / wall_s, 1), cell(100 * sum(ms <= ttft_ms for ms in ttft) / len(ttft), 1),
         cell(percentile(ttft, 50), 0), cell(percentile(ttft, 99), 0), cell(percentile(latency, 99), 1),
         cell(max(busy) / fmean(busy), 2),
     ]  # fmt: skip

@@ -119,8 +119,8 @@ def _vllm(workers: Sequence[Worker], port: int, policy: str = "kv_aware") -> lis
 
 def _vllm_by_load(workers: Sequence[Worker], port: int) -> list[str]:
     events = [
-        *[("--kv-event-source", f"{each.url}=tcp://{HOST}:{each.events}") for each in workers],
-        *[("--kv-event-replay-source", f"{each.url}=tcp://{HOST}:{each.replay}") for each in workers],
+        *[("--kv-event-source", f"{worker.url}=tcp://{HOST}:{worker.events}") for worker in workers],
+        *[("--kv-event-replay-source", f"{worker.url}=tcp://{HOST}:{worker.replay}") for worker in workers],
         ("--kv-event-model", "embedded"),
     ]
     return [*_vllm(workers, port), *[flag for pair in events for flag in pair]]

@@ -243,17 +243,17 @@ async def measure_cells(
                 ideal = 0.0
                 for name in (ALONE, *names):
                     async with behind(name, n_daemons, environment, http) as (url, workers):
-                        found, n_good = await _with_aiperf(generator, load, requests, tokenizer, url, goodput)
-                        of_each = [await _prefilled(each, http) for each in workers]
+                        figures, n_good = await _with_aiperf(generator, load, requests, tokenizer, url, goodput)
+                        of_each = [await _prefilled(worker, http) for worker in workers]
                     prefilled = sum(of_each)
                     ideal = ideal or prefilled
                     affinity, busiest = None, None  # where no daemon has got a request
                     if prefilled:
                         affinity, busiest = min(1.0, ideal / prefilled), len(workers) * max(of_each) / prefilled
                     rows.append((
-                        *(f"{load} {name}", cell(found.wall_s, 1), cell(found.requests_per_s, 2), cell(n_good, 2)),
-                        *(cell(found.ttft_p99_ms, 0), cell(found.latency_p99_ms, 0), cell(prefilled, 0)),
-                        *(cell(affinity, 3), cell(busiest, 2), cell(found.errors, 0)),
+                        *(f"{load} {name}", cell(figures.wall_s, 1), cell(figures.requests_per_s, 2), cell(n_good, 2)),
+                        *(cell(figures.ttft_p99_ms, 0), cell(figures.latency_p99_ms, 0), cell(prefilled, 0)),
+                        *(cell(affinity, 3), cell(busiest, 2), cell(figures.errors, 0)),
                     ))  # fmt: skip
                     click.echo(rows[-1], err=True)
     header = ("behind", "wall s", "req/s", "good/s", "TTFT p99", "latency p99")
@@ -269,9 +269,9 @@ async def _with_aiperf(
         out = Path(text)
         arguments = aiperf.arguments(load, requests, model="embedded", url=url, tokenizer=tokenizer, out=out, seed=1)
         session = ("--session-header", "X-Session-Id", "--goodput", goodput)
-        found = await aiperf.run_cell(generator, [*arguments, *session], out)
-        export = json.loads((out / aiperf.EXPORT).read_bytes()) if found.wall_s is not None else {}
-    return found, export.get("goodput", {}).get("avg")
+        figures = await aiperf.run_cell(generator, [*arguments, *session], out)
+        export = json.loads((out / aiperf.EXPORT).read_bytes()) if figures.wall_s is not None else {}
+    return figures, export.get("goodput", {}).get("avg")
 
 
 async def _prefilled(worker: Worker, http: httpx.AsyncClient) -> float:

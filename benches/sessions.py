@@ -65,10 +65,10 @@ async def offloaded(client: Client, n: int) -> dict[str, Any]:
     with trio.fail_after(120):
         while True:
             await client.send({"type": "metrics", "keep_alive": True})
-            found: dict[str, Any] = (await client.receive()).snapshot
-            counted = found["kv_offload"]
+            snapshot: dict[str, Any] = (await client.receive()).snapshot
+            counted = snapshot["kv_offload"]
             if counted["saved_total"] + counted["save_failed_total"] + counted["skipped_total"] >= n:
-                return found
+                return snapshot
             await trio.sleep(0.05)
 
 
@@ -121,7 +121,7 @@ async def three_ways(
         The times of each session, and the server's metrics before and after the restart.
     """
     flags = [*uma_trio_flags(serving), "--state-dir", str(state), "--offload-max-mb", str(offload_mb), *OFFLOAD_NOW]
-    found = []
+    all_times = []
     async with uma_trio_rig([*flags, *talk.flags]) as rig, open_client(path_of(rig)) as client:
         await ttft(client, "warm up", talk.then)
         for n, asked in enumerate(talk.firsts):
@@ -129,18 +129,18 @@ async def three_ways(
             warm, last = await ttft(client, f"s{n}", talk.then)
             if last.usage.cached_tokens < first.usage.prompt_tokens:
                 raise click.ClickException(f"the session was not in the KV cache: {last.usage}")
-            found.append(Times(cold, warm))
+            all_times.append(Times(cold, warm))
         before = await offloaded(client, len(talk.firsts))
     async with uma_trio_rig([*flags, *talk.flags]) as rig, open_client(path_of(rig)) as client:
         await ttft(client, "warm up", talk.then)
         n_bytes = 0
-        for n, times in enumerate(found):
+        for n, times in enumerate(all_times):
             times.restored_ms, last = await ttft(client, f"s{n}", talk.then)
             times.restored_tokens = last.usage.cached_tokens
             after = await offloaded(client, 0)
             times.state_mb = (after["kv_offload"]["loaded_bytes_total"] - n_bytes) / MB
             n_bytes = after["kv_offload"]["loaded_bytes_total"]
-    return found, [before, after]
+    return all_times, [before, after]
 
 
 def path_of(rig: Rig) -> Path:
@@ -164,7 +164,7 @@ def show(times: Sequence[Times], before: dict[str, Any], after: dict[str, Any]) 
         for name, key in (("cold", "cold_ms"), ("in the cache", "warm_ms"), ("after a restart", "restored_ms"))
     ]
     saved, restored = before["kv_offload"], after["kv_offload"]
-    pictures = [each["pictures"] for each in (before, after) if "pictures" in each]
+    pictures = [snapshot["pictures"] for snapshot in (before, after) if "pictures" in snapshot]
     loaded = [one.state_mb for one in times if one.state_mb]
     size = f", {statistics.median(loaded):,.1f} MB of {times[0].restored_tokens} tokens each" if loaded else ""
     return (
@@ -174,9 +174,9 @@ def show(times: Sequence[Times], before: dict[str, Any], after: dict[str, Any]) 
         f"each p50 ms: prepared {restored['prepare_p50_ms']}, copied {restored['load_p50_ms']}, "
         f"verified after that {restored['verify_p50_ms']}"
         + "".join(
-            f"\npictures {when} the restart: {each['encoded_total']} encoded, {each['loaded_total']} from disk, "
-            f"{each['found_total']} from memory"
-            for when, each in zip(("before", "after"), pictures, strict=False)
+            f"\npictures {when} the restart: {figures['encoded_total']} encoded, {figures['loaded_total']} from disk, "
+            f"{figures['found_total']} from memory"
+            for when, figures in zip(("before", "after"), pictures, strict=False)
         )
     )
 
@@ -294,7 +294,7 @@ def show_churn(conversations: Sequence[Conversation], watch: Watch, wall_s: floa
     cached = [share for conversation in conversations for share in conversation.cached]
     offload, tick_ms = watch.last["kv_offload"], watch.last["decode_ms_avg"]
     click.echo(
-        f"sessions      {len(conversations)}, {sum(each.turns for each in conversations)} turns in {wall_s:.0f} s, {sum(each.tokens for each in conversations):,} tokens at the end"
+        f"sessions      {len(conversations)}, {sum(conversation.turns for conversation in conversations)} turns in {wall_s:.0f} s, {sum(conversation.tokens for conversation in conversations):,} tokens at the end"
     )
     click.echo(f"lost          {len(lost)}")
     click.echo(f"cells         {watch.most_cells:,} of {watch.cells:,} at most")

@@ -46,25 +46,25 @@ async def observed(trial: Trial, n_batch: int, n_seq_max: int, n_ctx: int, n_tic
     for _ in range(400 // 64 * (decodes > 0)):
         for seq in range(decodes):
             await trial.run([(seq, 64)])
-    found, held = [], 0
-    while len(found) < n_ticks:
+    ticks, held = [], 0
+    while len(ticks) < n_ticks:
         n = rng.randint(16, n_batch - decodes)
         if held + n > most:
             await trial.empty(decodes)
             held = 0
-        found.append(await trial.run([*[(seq, 1) for seq in range(decodes)], (decodes, n)]))
+        ticks.append(await trial.run([*[(seq, 1) for seq in range(decodes)], (decodes, n)]))
         held += n
     await trial.clear()
-    return found
+    return ticks
 
 
 def errors(cost: CostModel, ticks: list[tuple[Work, float]]) -> list[float]:
     """Relative errors of predictions, in percent, after the first ticks."""
-    found = []
+    percents = []
     for work, ms in ticks:
-        found.append(100 * abs(cost.predict(work) / ms - 1))
+        percents.append(100 * abs(cost.predict(work) / ms - 1))
         cost = cost.observed(work, ms)
-    return found[LEARNED_TICKS:]
+    return percents[LEARNED_TICKS:]
 
 
 def show(name: str, curve: RowCurve, layout: str, file: RunsFile) -> None:
@@ -102,9 +102,9 @@ async def layout(settings: config.Model, n_ticks: int, file: RunsFile) -> None:
             models["curves"] = with_curves
         rows = []
         for name, model in models.items():
-            found = errors(model, ticks)
-            rows.append([name, *(cell(percentile(found, at)) for at in (50, 90, 99))])
-            file.add(name_of_layout, f"error p90 % with {name}", n_ticks, percentile(found, 90))
+            percents = errors(model, ticks)
+            rows.append([name, *(cell(percentile(percents, at)) for at in (50, 90, 99))])
+            file.add(name_of_layout, f"error p90 % with {name}", n_ticks, percentile(percents, 90))
         click.echo(f"\n{n_ticks} ticks of random size\n\n" + table(["error %", "p50", "p90", "p99"], rows))
         nursery.cancel_scope.cancel()
 

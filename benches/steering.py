@@ -81,11 +81,11 @@ async def one_round(path: Path, n_streams: int, rng: random.Random, *, n_changed
     streams = [Stream(n) for n in range(n_streams)]
     name = f"r{rng.getrandbits(48)}"
     async with trio.open_nursery() as nursery:
-        for each in streams:
-            nursery.start_soon(each.run, path, f"{name}-{each.number}")
-        for n, each in enumerate(rng.sample(streams, n_changed)):
+        for stream in streams:
+            nursery.start_soon(stream.run, path, f"{name}-{stream.number}")
+        for n, stream in enumerate(rng.sample(streams, n_changed)):
             change = CHANGES[n % len(CHANGES)]
-            nursery.start_soon(each.steer, path, f"{name}-{each.number}", rng.randint(5, 50), change)
+            nursery.start_soon(stream.steer, path, f"{name}-{stream.number}", rng.randint(5, 50), change)
     return streams
 
 
@@ -96,8 +96,8 @@ def show(changed: Sequence[Change], n_compared: int, n_other: int) -> str:
         [
             kind,
             str(len(group)),
-            *quantiles([float(each.delay_tokens) for each in group]),
-            *quantiles([each.ms for each in group]),
+            *quantiles([float(change.delay_tokens) for change in group]),
+            *quantiles([change.ms for change in group]),
         ]
         for kind, group in sorted(groups.items())
     ]
@@ -130,18 +130,18 @@ def main(csv_file: Path | None, serve_flags: Sequence[str], **options: Any) -> N
             with pinned(daemon.pid, place.pins):
                 whole = await one_round(daemon.path, n_streams, rng, n_changed=0)
                 for _ in range(options["rounds"]):
-                    for each in await one_round(daemon.path, n_streams, rng, n_changed=n_streams // 2):
-                        if each.change is not None:
-                            changed.append(each.change)
+                    for stream in await one_round(daemon.path, n_streams, rng, n_changed=n_streams // 2):
+                        if stream.change is not None:
+                            changed.append(stream.change)
                         else:
                             n_compared += 1
-                            n_other += each.ids != whole[each.number].ids
+                            n_other += stream.ids != whole[stream.number].ids
         return changed, n_compared, n_other
 
     changed, n_compared, n_other = carry_out(work)
     file = RunsFile(csv_file, ["kind", "delay_tokens", "ms"])
-    for each in changed:
-        file.add(each.kind, each.delay_tokens, each.ms)
+    for change in changed:
+        file.add(change.kind, change.delay_tokens, change.ms)
     click.echo(show(changed, n_compared, n_other))
     if n_other:
         raise click.exceptions.Exit(1)

@@ -178,11 +178,11 @@ def command(
         has_matplotlib=importlib.util.find_spec("matplotlib") is not None,
         **options,
     )
-    found = list(chosen(only, rival=rival, benches=GPU_BENCHES if gpu else BENCHES))
+    benches = list(chosen(only, rival=rival, benches=GPU_BENCHES if gpu else BENCHES))
     if devices is not None:
         n_gpus = sum(device.is_gpu for device in devices.found)
-        found = [bench for bench in found if n_gpus >= bench.min_gpus]
-    if not found:
+        benches = [bench for bench in benches if n_gpus >= bench.min_gpus]
+    if not benches:
         _fail(
             f"none of {', '.join(only)} can run: "
             + (
@@ -191,7 +191,7 @@ def command(
                 else "pareto compares with a rival, so add --rival; some names belong to --gpu"
             )
         )
-    sys.exit(_run(found, settings, minutes, devices))
+    sys.exit(_run(benches, settings, minutes, devices))
 
 
 def _fail(message: str) -> NoReturn:

@@ -132,14 +132,14 @@ def find_devices() -> Devices | str:
 def write_results(settings: Settings, outcomes: Sequence[Outcome], devices: Devices, command: str) -> Path:
     """Write all that is known so far, as a whole file, and return its path."""
     path = settings.out / RESULTS
-    found = {
+    results = {
         "command": command,
         "quick": settings.quick,
         "model": "embedded" if settings.model is None else settings.model.name,
-        "devices": [msgspec.to_builtins(each) for each in devices.found],
+        "devices": [msgspec.to_builtins(device) for device in devices.found],
         "steps": [_plain(settings, outcome) for outcome in outcomes],
     }
-    replace_text(path, json.dumps(found, indent=1) + "\n")
+    replace_text(path, json.dumps(results, indent=1) + "\n")
     return path
 
 

@@ -67,8 +67,8 @@ def _page(settings: Settings, outcomes: Sequence[Outcome], command: str) -> str:
 def _machine(outcomes: Sequence[Outcome]) -> str:
     """Return the description of the machine that each benchmark prints first."""
     for outcome in outcomes:
-        if found := re.search(r"^cpu .*?^date[^\n]*", outcome.stdout, re.MULTILINE | re.DOTALL):
-            return found[0]
+        if lines := re.search(r"^cpu .*?^date[^\n]*", outcome.stdout, re.MULTILINE | re.DOTALL):
+            return lines[0]
     return "no benchmark got far enough to describe the machine"
 
 

@@ -159,27 +159,27 @@ class Settings:
 
     def command(self, bench: Bench) -> list[str]:
         """Return the command line of ``bench``."""
-        found = [
+        arguments = [
             sys.executable,
             str(self.folder / bench.script),
             *shlex.split(bench.quick if self.quick else bench.full),
         ]
         if bench.rival is not None:
-            found += shlex.split(bench.rival[0 if self.rival else 1])
+            arguments += shlex.split(bench.rival[0 if self.rival else 1])
         if self.model is not None and not bench.embedded:
-            found += ["--model", str(self.model)]
+            arguments += ["--model", str(self.model)]
         if self.threads is not None and bench.threads:
-            found += ["--threads", str(self.threads)]
+            arguments += ["--threads", str(self.threads)]
         if bench.csv:
-            found += ["--csv", str(self.out / f"{bench.name}.csv")]
+            arguments += ["--csv", str(self.out / f"{bench.name}.csv")]
         if bench.has_plot and self.has_matplotlib:
-            found += ["--plot", str(self.out / f"{bench.name}.png")]
+            arguments += ["--plot", str(self.out / f"{bench.name}.png")]
         if bench.name == "long_ctx":
-            found += ["--csv-all", str(self.out / "long_ctx_all.csv")]
+            arguments += ["--csv-all", str(self.out / "long_ctx_all.csv")]
         serve = shlex.split(bench.serve)
         if bench.perf_log:
             serve += ["--perf-log", str(self.out / PERF_LOG)]
-        return [*found, "--", *serve] if serve else found
+        return [*arguments, "--", *serve] if serve else arguments
 
 
 @attrs.frozen(kw_only=True)
@@ -199,8 +199,8 @@ class Outcome:
     @property
     def skipped(self) -> str | None:
         """The reason why the benchmark did nothing, if it printed one."""
-        found = re.search(r"^skipped +(.*)$", self.stdout, re.MULTILINE)
-        return found[1] if found else None
+        reason = re.search(r"^skipped +(.*)$", self.stdout, re.MULTILINE)
+        return reason[1] if reason else None
 
     @property
     def state(self) -> str:

@@ -57,8 +57,8 @@ class Shape:
     """Tokens of context for each stream; ``None``: what any tokenizer needs."""
 
     def serving(self, model: Path, threads: int) -> ServerSettings:
-        each = self.room or room(self.words, self.tokens)
-        return ServerSettings(model=model, threads=threads, parallel=self.streams, ctx=self.streams * each)
+        n_cells = self.room or room(self.words, self.tokens)
+        return ServerSettings(model=model, threads=threads, parallel=self.streams, ctx=self.streams * n_cells)
 
 
 @attrs.frozen(kw_only=True)
@@ -161,8 +161,8 @@ class Bench:
                 f"{SERVER} {text}".strip(),
                 await self._serve(partial(llama_server_rig, self.peers, serving, flags), shape),
             )
-            found = await self._batched_bench(self.peers, serving, shape, round(ours.prompt_tokens), flags)
-            yield f"{BENCH} {text}".strip(), found
+            figures = await self._batched_bench(self.peers, serving, shape, round(ours.prompt_tokens), flags)
+            yield f"{BENCH} {text}".strip(), figures
 
     async def _serve(self, rig: Any, shape: Shape) -> Figures:
         rng = random.Random(self.seed)
@@ -188,12 +188,12 @@ class Bench:
             raise RivalError(
                 f"{BENCH} {' '.join(arguments)} measured nothing: {output[-1000:] or 'it printed nothing'}"
             )
-        found = lines[0]
+        line = lines[0]
         return Figures(
-            prompt_tokens=found["pp"],
-            wall_s=found["t"],
-            tokens_per_s=found["pl"] * found["tg"] / found["t"],
-            decode_tokens_per_s=found["speed_tg"],
+            prompt_tokens=line["pp"],
+            wall_s=line["t"],
+            tokens_per_s=line["pl"] * line["tg"] / line["t"],
+            decode_tokens_per_s=line["speed_tg"],
         )
 
 
@@ -204,9 +204,9 @@ def show(measured: dict[Shape, dict[str, Figures]]) -> str:
         "ITL p99 ms", "max", "us a token", "server us", "others cpu",
     )  # fmt: skip
     lines = []
-    for shape, found in measured.items():
-        ours = found[US]
-        for program, f in found.items():
+    for shape, by_program in measured.items():
+        ours = by_program[US]
+        for program, f in by_program.items():
             lines.append([
                 program, str(shape.streams), cell(f.prompt_tokens, 0),
                 cell(f.decode_tokens_per_s), _times(ours.decode_tokens_per_s, f.decode_tokens_per_s),
@@ -288,10 +288,10 @@ def main(counts: str, models: Sequence[Path], repeat: int, csv_file: Path | None
                 peer(bench.peers, name)
             click.echo(f"rivals    {SERVER}, {BENCH} in {bench.peers}, {alike}")
         for model in models:
-            found = {shape: await repeated(model, shape) for shape in shapes}
+            measured = {shape: await repeated(model, shape) for shape in shapes}
             click.echo(
                 f"\n## {model.name}, {model.stat().st_size / 2**20:.0f} MiB, threads {threads}, {options['tokens']} tokens in each stream"
-                f"\n\n{show(found)}"
+                f"\n\n{show(measured)}"
             )
 
     async def repeated(model: Path, shape: Shape) -> dict[str, Figures]:
@@ -304,7 +304,7 @@ def main(counts: str, models: Sequence[Path], repeat: int, csv_file: Path | None
                     f"run {turn}  {model.name}, {shape.streams:>3} streams, {program:<28} "
                     f"decode {cell(figures.decode_tokens_per_s)}, in all {cell(figures.tokens_per_s)} tok/s"
                 )
-        return {program: medians(found) for program, found in runs.items()}
+        return {program: medians(of_program) for program, of_program in runs.items()}
 
     carry_out(work)
 

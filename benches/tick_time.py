@@ -79,7 +79,7 @@ def compute_nothing(sock: socket.socket, pass_ms: float) -> None:
             if isinstance(step, Step):
                 began_s = time.perf_counter()
                 samples = [
-                    len(each.samples) if isinstance(each, StepInput) else 1 for call in step.calls for each in call
+                    len(item.samples) if isinstance(item, StepInput) else 1 for call in step.calls for item in call
                 ]
                 tokens = tuple([rng.randrange(1, N_VOCAB) for _ in range(step.n_passes * sum(samples))])
                 ms = step.n_passes * pass_ms * (1 + rng.gauss(0, NOISE))
@@ -238,13 +238,13 @@ def main(streams: str, passes: str, ticks: int, counts: bool, csv_file: Path | N
     file, rows = RunsFile(csv_file, names), []
     for pass_ms in map(float, passes.split(",")):
         for n_streams in numbers(streams, "--streams"):
-            found = trio.run(measured, n_streams, pass_ms, ticks, counts)
-            figures = [n / found.n_tokens for n in (found.calls.n_python, found.calls.n_c)]
+            measurement = trio.run(measured, n_streams, pass_ms, ticks, counts)
+            figures = [n / measurement.n_tokens for n in (measurement.calls.n_python, measurement.calls.n_c)]
             if not counts:
-                figures = [percentile(found.token_us, at) for at in (10, 50)]
-            tokens = found.n_tokens / found.n_ticks
+                figures = [percentile(measurement.token_us, at) for at in (10, 50)]
+            tokens = measurement.n_tokens / measurement.n_ticks
             file.add(pass_ms, n_streams, round(tokens, 2), *figures)
-            rows.append([f"{pass_ms:g}", str(n_streams), cell(tokens, 1), *[cell(each, 1) for each in figures]])
+            rows.append([f"{pass_ms:g}", str(n_streams), cell(tokens, 1), *[cell(figure, 1) for figure in figures]])
     click.echo(table([name.replace("_", " ") for name in names], rows))
 
 

@@ -84,10 +84,12 @@ class Load:
 
     def figures(self) -> Figures:
         """What the streams have seen."""
-        gaps = [1e3 * (after - before) for each in self.times for before, after in itertools.pairwise(each)]
+        gaps = [
+            1e3 * (after - before) for stream_times in self.times for before, after in itertools.pairwise(stream_times)
+        ]
         n_tokens = sum(map(len, self.times))
-        ends = [each[-1] for each in self.times if each]
-        began = min(each[0] for each in self.times if each)
+        ends = [stream_times[-1] for stream_times in self.times if stream_times]
+        began = min(stream_times[0] for stream_times in self.times if stream_times)
         return Figures(
             inter_token_ms=statistics.median(gaps),
             p99_ms=percentile(gaps, 99) or 0.0,
@@ -127,7 +129,7 @@ def main(other: Path | None, csv_file: Path | None, **options: Any) -> None:
                 shutil.copyfile(path, files[name])
 
             def flags(threads: int, *names: str) -> list[str]:
-                found = []
+                all_flags = []
                 for name in names:
                     serving = ServerSettings(
                         model=files[name],
@@ -135,8 +137,8 @@ def main(other: Path | None, csv_file: Path | None, **options: Any) -> None:
                         parallel=n_streams,
                         ctx=n_streams * room(PROMPT_WORDS, tokens),
                     )
-                    found += uma_trio_flags(serving)[: None if name == names[0] else 2]
-                return [*found, *options["serve_flags"]]
+                    all_flags += uma_trio_flags(serving)[: None if name == names[0] else 2]
+                return [*all_flags, *options["serve_flags"]]
 
             def loads(*names: str, s: float = seconds) -> list[Load]:
                 return [Load(name, n_streams, tokens, s) for name in names]
@@ -151,13 +153,13 @@ def main(other: Path | None, csv_file: Path | None, **options: Any) -> None:
                     note(number, "both", await run(daemon.path, loads(*NAMES)))
                     reloaded = await run(daemon.path, loads(*NAMES), reloading=NAMES[1])
                     note(number, "both, one reloaded", reloaded)
-                    lost.append(sum(each.lost for each in reloaded))
+                    lost.append(sum(load.lost for load in reloaded))
 
     def note(number: int, label: str, measured: list[Load]) -> None:
-        for each in measured:
-            found = each.figures()
-            runs.setdefault((label, each.model), []).append(found)
-            file.add(number + 1, label, each.model, *attrs.astuple(found))
+        for load in measured:
+            figures = load.figures()
+            runs.setdefault((label, load.model), []).append(figures)
+            file.add(number + 1, label, load.model, *attrs.astuple(figures))
 
     carry_out(work)
     click.echo(show(runs, half, place.threads))
@@ -171,8 +173,8 @@ async def run(path: Path, loads: list[Load], reloading: str | None = None) -> li
         reloading: a model to reload in the middle.
     """
     async with anyio.create_task_group() as group:
-        for each in loads:
-            group.start_soon(each.run, path)
+        for load in loads:
+            group.start_soon(load.run, path)
         if reloading is not None:
             await anyio.sleep(loads[0].seconds / 2)
             async with open_client(path) as client:
@@ -184,7 +186,7 @@ def show(runs: dict[tuple[str, str], list[Figures]], half: int, threads: int) ->
     """The medians of all runs, and the ratios of p99."""
 
     def median(key: tuple[str, str], name: str) -> float:
-        return statistics.median([getattr(each, name) for each in runs[key]])
+        return statistics.median([getattr(figures, name) for figures in runs[key]])
 
     rows = []
     for label, model in runs:
