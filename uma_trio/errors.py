@@ -359,11 +359,11 @@ class WriteFailed(RuntimeFault):
 
 def all_errors() -> tuple[type[UmaError], ...]:
     """Return every class that has a code, in breadth-first order.  The tests compare the documents with this list."""
-    found: list[type[UmaError]] = []
+    classes: list[type[UmaError]] = []
     branches: list[type[UmaError]] = [UmaError]
     while branches:
         branch = branches.pop(0)
         branches.extend(branch.__subclasses__())
         if "code" in vars(branch):
-            found.append(branch)
-    return tuple(found)
+            classes.append(branch)
+    return tuple(classes)

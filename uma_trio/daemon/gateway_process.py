@@ -62,12 +62,12 @@ def listening(config: Config) -> Iterator[socket.socket | None]:
 def _bind(address: str, *, backlog: int) -> socket.socket:
     try:
         host, port = http_address(address)
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except InvalidAddress as error:
         raise HttpAddressError(f"--http {error}") from None
     except OSError as error:
         raise HttpAddressError(f"--http {address}: the host is not known ({error.strerror}); use 127.0.0.1") from None
-    family, kind, protocol, _, where = found[0]
+    family, kind, protocol, _, where = addresses[0]
     sock = socket.socket(family, kind, protocol)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

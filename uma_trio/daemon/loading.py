@@ -268,13 +268,13 @@ class Opener:
         if self._locations is None:
             return None
         try:
-            found = await trio.to_thread.run_sync(find_installed, name, self._locations, limiter=self._finding)
+            model = await trio.to_thread.run_sync(find_installed, name, self._locations, limiter=self._finding)
         except AliasFileError as error:
             log.warning("no model can be looked up by name", reason=error.reason, fix=error.remedy)
             return None
         except (HubError, OSError):
             return None
-        return self._on_demand(found.name, str(found.path))
+        return self._on_demand(model.name, str(model.path))
 
     async def installed(self) -> list[ModelSpec]:
         """See ``registry.ModelOpener``."""
@@ -283,7 +283,7 @@ class Opener:
         at, listed = self._listed
         if trio.current_time() - at > LISTED_S:
             models = await trio.to_thread.run_sync(_served_models, self._locations)
-            listed = [self._on_demand(each.name, str(each.path)) for each in models]
+            listed = [self._on_demand(model.name, str(model.path)) for model in models]
             self._listed = trio.current_time(), listed
         return listed
 
@@ -301,7 +301,7 @@ class Opener:
 
 def _served_models(locations: ModelLocations) -> list[LocatedModel]:
     """The models of this machine that can be served: no adapters, no damaged files.  Blocks."""
-    return [each for each in installed_models(locations) if read_outline(each.path).summary.size_bytes]
+    return [model for model in installed_models(locations) if read_outline(model.path).summary.size_bytes]
 
 
 def with_less_context(settings: Model, kv_bytes: int) -> Model:

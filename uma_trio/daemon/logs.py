@@ -115,18 +115,18 @@ def _add_fields(_: Any, __: str, event: structlog.typing.EventDict) -> structlog
 
 def _on_one_line(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
     """Replace values that are spelled in Python, for people: no ``None``, no dictionaries, no lists."""
-    found: structlog.typing.EventDict = {}
+    shown: structlog.typing.EventDict = {}
     for key, value in event.items():
         match value:
             case None:
                 continue
             case dict():
-                found[key] = ", ".join(f"{name} {each}" for name, each in value.items()) or "none"
+                shown[key] = ", ".join(f"{name} {count}" for name, count in value.items()) or "none"
             case list() | tuple():
-                found[key] = ", ".join(map(str, value)) or "none"
+                shown[key] = ", ".join(map(str, value)) or "none"
             case _:
-                found[key] = value
-    return found
+                shown[key] = value
+    return shown
 
 
 def _is_not_about_training_context(record: logging.LogRecord) -> bool:

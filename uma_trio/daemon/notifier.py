@@ -47,7 +47,7 @@ class Notifier:
     def report(self, *assignments: str) -> None:
         """Send a state, such as ``READY=1``.  A failure is logged."""
         # a line break within an assignment, such as one in a path, would begin another assignment
-        message = "\n".join(each.replace("\n", " ") for each in assignments)
+        message = "\n".join(assignment.replace("\n", " ") for assignment in assignments)
         if problem := self._send(message, SEND_S):
             log.warning("cannot notify the service manager", message=message, reason=problem)
 

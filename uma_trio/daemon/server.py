@@ -192,11 +192,11 @@ class Server:
             raise BadRequest("the daemon does not stop, so its sessions stay", field="type")
         if query.end:
             self._handed_over.set()
-        found = None if query.end else self.models.next_offer()
-        if found is None:
+        session = None if query.end else self.models.next_offer()
+        if session is None:
             return SessionOffer(id=query.id)
-        principal = None if found.principal == OWN_PRINCIPAL else found.principal
-        return attrs.evolve(found, principal=principal, id=query.id)
+        principal = None if session.principal == OWN_PRINCIPAL else session.principal
+        return attrs.evolve(session, principal=principal, id=query.id)
 
     def drain(self) -> None:
         """Accept no more connections and requests; running requests have ``drain_timeout_s`` to finish.  Does not wait."""

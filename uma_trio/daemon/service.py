@@ -74,7 +74,7 @@ class ModelService:
         self.name = model.info.served_name
         self._model = model
         self._sampling = sampling_defaults(config.sampling, model.recommended_sampling)
-        values: dict[str, Any] = {name: each.value for name, each in self._sampling.items()}
+        values: dict[str, Any] = {name: default.value for name, default in self._sampling.items()}
         seed = config.sampling.seed
         self._defaults = {**values, **({} if seed is None else {"seed": seed})}
         config = attrs.evolve(config, sampling=Sampling(**self._defaults))
@@ -111,7 +111,7 @@ class ModelService:
         """``request`` with the adapter that its ``model`` names, if that is ``MODEL:ADAPTER``."""
         model = request.model or self.name
         adapter = model.rpartition(":")[2]
-        known = [each.name for each in self._model.info.adapters]
+        known = [known_adapter.name for known_adapter in self._model.info.adapters]
         if bare_name(model) == self.name or adapter not in known:
             return request
         return attrs.evolve(request, adapters=[*request.adapters, AdapterChoice(name=adapter)])
@@ -149,7 +149,9 @@ class ModelService:
         """The unfinished answers of a request of ``principal``, by its id or theirs, with or without a connection."""
         ids = request_ids(request_id)
         return [
-            each for each in self.scheduler.answers() if each.request.id in ids and each.principal.name == principal
+            answer
+            for answer in self.scheduler.answers()
+            if answer.request.id in ids and answer.principal.name == principal
         ]
 
     async def steer(self, answer: Answer, query: SteerQuery) -> Steered:
@@ -210,8 +212,10 @@ class ModelService:
             embedding_length=info.n_embd_out,
             chat_template=model.template_source,
             adapters=[
-                AdapterDescription(name=each.name, scale=each.scale, rank=each.rank, size_bytes=each.size_bytes)
-                for each in info.adapters
+                AdapterDescription(
+                    name=adapter.name, scale=adapter.scale, rank=adapter.rank, size_bytes=adapter.size_bytes
+                )
+                for adapter in info.adapters
             ],
             sampling=self._defaults,
             eog_tokens=[*info.eog_ids],
@@ -283,7 +287,9 @@ class ModelService:
     def describe(self) -> dict[str, dict[str, Any]]:
         """What does not change while the model is loaded: facts by name, each with its fields."""
         info, fit, devices = self._model.info, self._model.fit, self._model.devices
-        adapters = ", ".join([f"{each.name} (rank {each.rank}, scale {each.scale:g})" for each in info.adapters])
+        adapters = ", ".join(
+            [f"{adapter.name} (rank {adapter.rank}, scale {adapter.scale:g})" for adapter in info.adapters]
+        )
         return {
             "fit": {"choice": fit.choice, "why": fit.why} if fit is not None else {"choice": "off"},
             "model": {"model": self.name, "description": info.description, "size_mb": round(info.size_bytes / MB, 1)},
@@ -306,9 +312,9 @@ class ModelService:
             "KV cache": {"ctx": info.n_ctx, "parallel": info.n_seq_max, "ctx_per_request": info.max_request_tokens},
             "chat template": {"template": self._model.chat_template or "none"},
             "sampling defaults": {
-                name: f"{each.value:g} ({each.source})"
-                for name, each in self._sampling.items()
-                if each.source != "built in" or name == "temperature"
+                name: f"{default.value:g} ({default.source})"
+                for name, default in self._sampling.items()
+                if default.source != "built in" or name == "temperature"
             },
         }
 
@@ -334,7 +340,7 @@ class ModelService:
             **self.scheduler.snapshot(),
             "sessions": self.sessions.snapshot(),
             "constraints": self._model.grammars.snapshot(),
-            "devices": {each.device: each.snapshot() for each in self._model.devices.memory},
+            "devices": {memory.device: memory.snapshot() for memory in self._model.devices.memory},
             **({"pictures": pictures} if pictures else {}),
         }
 
@@ -344,8 +350,8 @@ def quantization(description: str) -> str | None:
 
     ``None`` if the description names none.
     """
-    found = re.search(r"\b((?:I?Q|TQ)\d\w*|BF16|F16|F32|MXFP4|NVFP4)(?: - (Small|Medium|Large)\b)?", description)
-    if found is None:
+    match = re.search(r"\b((?:I?Q|TQ)\d\w*|BF16|F16|F32|MXFP4|NVFP4)(?: - (Small|Medium|Large)\b)?", description)
+    if match is None:
         return None
-    kind, size = found.groups()
+    kind, size = match.groups()
     return f"{kind}_{size[0]}" if size else str(kind)

@@ -58,9 +58,9 @@ class BlockIndex:
             stored += self._hold(chain, known)
             before = gone.pop(prefix.holder, None)
             if before is not None:
-                dropped.update([(before.medium, each) for each in before.hashes[known:]])
+                dropped.update([(before.medium, block_hash) for block_hash in before.hashes[known:]])
         for chain in gone.values():
-            dropped.update([(chain.medium, each) for each in chain.hashes])
+            dropped.update([(chain.medium, block_hash) for block_hash in chain.hashes])
         self._chains = chains
         removed = self._drop(dropped)
         if removed and not self._n_holders:
@@ -72,9 +72,9 @@ class BlockIndex:
         events: list[Event] = [AllBlocksCleared()]
         stored = set[tuple[Medium, int]]()
         for chain in self._chains.values():
-            new = [n for n, each in enumerate(chain.hashes) if (chain.medium, each) not in stored]
+            new = [n for n, block_hash in enumerate(chain.hashes) if (chain.medium, block_hash) not in stored]
             if new:
-                stored.update([(chain.medium, each) for each in chain.hashes])
+                stored.update([(chain.medium, block_hash) for block_hash in chain.hashes])
                 events.append(_stored(chain, new[0]))
             self._pause()
         return events

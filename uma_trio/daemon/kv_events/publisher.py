@@ -171,9 +171,9 @@ class KvEventPublisher:
     def _serve(self) -> None:
         zmq = self._zmq
         poller = zmq.Poller()
-        for each in (self._woken, self._pub, self._replay):
-            if each is not None:
-                poller.register(each, zmq.POLLIN)
+        for sock in (self._woken, self._pub, self._replay):
+            if sock is not None:
+                poller.register(sock, zmq.POLLIN)
         while True:
             closing = self._closing
             self._publish_latest()

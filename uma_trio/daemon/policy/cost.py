@@ -193,7 +193,7 @@ class LinearModel:
         return max(0.0, self._linear(x) * self._correction(rows))
 
     def _linear(self, x: Features) -> float:
-        return sum([c * each for c, each in zip(self.coefficients, x, strict=True)])
+        return sum([c * feature for c, feature in zip(self.coefficients, x, strict=True)])
 
     def _correction(self, rows: float) -> float:
         return self.corrections.get(math.ceil(rows / TILE_ROWS), 1.0) if self.corrections else 1.0
@@ -231,9 +231,9 @@ class LinearModel:
         if self.curves is None or self.n_observed < WARMUP_TICKS:
             return self.corrections
         tile = math.ceil(rows / TILE_ROWS)
-        found = {each: correction ** (1 - CORRECTION_DECAY) for each, correction in self.corrections.items()}
-        found[tile] = _bounded(found.get(tile, 1.0) * _bounded(ratio) ** CORRECTION_STEP)
-        return found
+        corrections = {number: correction ** (1 - CORRECTION_DECAY) for number, correction in self.corrections.items()}
+        corrections[tile] = _bounded(corrections.get(tile, 1.0) * _bounded(ratio) ** CORRECTION_STEP)
+        return corrections
 
     def margin(self, ms: float) -> float:
         """The share of ``ms``, the time before a deadline, that should be kept free."""
@@ -377,15 +377,15 @@ def _non_negative(coefficients: Features, information: Sequence[Features]) -> Fe
     high for every tick that was observed.
     """
     free = list(range(len(coefficients)))
-    found = coefficients
-    while min(found) < 0:
-        free = [i for i in free if found[i] > 0]
+    best = coefficients
+    while min(best) < 0:
+        free = [i for i in free if best[i] > 0]
         if not free:
             break
         right = tuple([sum([k * c for k, c in zip(information[i], coefficients, strict=True)]) for i in free])
         fitted = dict(zip(free, _solve([tuple([information[i][j] for j in free]) for i in free], right), strict=True))
-        found = tuple([fitted.get(i, 0.0) for i in range(len(found))])
-    return tuple([max(0.0, c) for c in found])
+        best = tuple([fitted.get(i, 0.0) for i in range(len(best))])
+    return tuple([max(0.0, c) for c in best])
 
 
 @attrs.frozen

@@ -79,10 +79,10 @@ class SplitTrial:
         if len(other) < TRIAL_TICKS or not usual:
             return SplitTrial(self.share, self.interval, n, usual, other)
         split_ms, whole_ms = (usual, other) if self.is_split_usually else (other, usual)
-        found = min(split_ms) / max(min(whole_ms), 1e-6)  # noise only makes a tick slower
-        found = min(max(found, MIN_SHARE), MAX_SHARE)
-        share = self.share + SHARE_SMOOTHING * (found - self.share)
-        confirms = (found < SPLIT_THRESHOLD) == self.is_split_usually
+        measured = min(split_ms) / max(min(whole_ms), 1e-6)  # noise only makes a tick slower
+        measured = min(max(measured, MIN_SHARE), MAX_SHARE)
+        share = self.share + SHARE_SMOOTHING * (measured - self.share)
+        confirms = (measured < SPLIT_THRESHOLD) == self.is_split_usually
         return SplitTrial(share, min(2 * self.interval, MAX_TRIAL_INTERVAL) if confirms else FIRST_TRIAL)
 
     def interrupted(self) -> SplitTrial:

@@ -91,9 +91,9 @@ class Service:
         A new principal counts as slightly less served than the least-served active one, so it goes next.  A returning
         principal keeps its old counter if that is higher, up to ``MAX_LEAD``.
         """
-        found = self.counters.get(principal)
-        if found is not None:
-            return found
+        counter = self.counters.get(principal)
+        if counter is not None:
+            return counter
         lowest = min(self.counters.values(), default=0.0)
         old = self.departed.get(principal, -math.inf)
         return max(min(old, lowest + MAX_LEAD), math.nextafter(lowest, -math.inf))

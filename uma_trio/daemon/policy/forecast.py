@@ -222,7 +222,7 @@ class _Simulation:
         course.place_ms = self._now_ms
         if course.prefill:
             self._prefills.append(course)
-            self._prefills.sort(key=lambda each: each.order)
+            self._prefills.sort(key=lambda waiting: waiting.order)
         else:
             course.start_ms = self._now_ms
             self._decodes.append(course)
@@ -308,7 +308,7 @@ class _Simulation:
         ended = [course.end_ms - course.place_ms for course in self._all if course.end_ms < math.inf]
         mean_ms = sum(ended) / len(ended) if ended else self._now_ms
         n_placed = sum([course.place_ms < math.inf for course in self._all[self._n_running :]])
-        found = []
+        predictions = []
         for index, course in enumerate(self._all):
             position = max(0, index - self._n_running + 1)
             place_ms = course.place_ms
@@ -316,5 +316,5 @@ class _Simulation:
                 place_ms = self._now_ms * (position + (not n_placed)) / max(1, n_placed)
             start_ms = course.start_ms if course.start_ms < math.inf else max(place_ms, self._now_ms)
             end_ms = course.end_ms if course.end_ms < math.inf else max(start_ms, self._now_ms) + mean_ms
-            found.append(Prediction(queue_position=position, place_ms=place_ms, start_ms=start_ms, end_ms=end_ms))
-        return found
+            predictions.append(Prediction(queue_position=position, place_ms=place_ms, start_ms=start_ms, end_ms=end_ms))
+        return predictions

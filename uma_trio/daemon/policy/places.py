@@ -105,10 +105,10 @@ class _Holder:
 
 
 def _holders(places: Iterable[Place]) -> dict[str, _Holder]:
-    found: dict[str, _Holder] = {}
+    holders: dict[str, _Holder] = {}
     for place in places:
-        found.setdefault(place.principal, _Holder(place.weight)).add(place, 1)
-    return found
+        holders.setdefault(place.principal, _Holder(place.weight)).add(place, 1)
+    return holders
 
 
 def claim(claimant: Claimant, places: Sequence[Place], kv: Capacity) -> Claim | None:

@@ -117,7 +117,7 @@ def _completed(
     if view is None:
         return given, work, service
     rest = view.n_pending - n
-    given = [(each, m + rest if each is view else m) for each, m in given]
+    given = [(sequence, m + rest if sequence is view else m) for sequence, m in given]
     service = service.charged({view.principal: rest / view.weight})
     return given, _with_prefill(tick, work, given, n_calls=work.n_calls + 1), service
 
@@ -156,18 +156,18 @@ def _overdue(tick: Tick) -> Sequence[SequenceView]:
     A long prompt would slow down the streams for many seconds, and still be late.  A prompt is never overdue next to a
     stream of a higher class of its own principal, nor one of class ``background`` next to any stream of another class.
     """
-    found = [
+    overdue = [
         view for view in tick.prefills if view.n_pending <= tick.max_tokens and view.due_s + view.grace_s < tick.now_s
     ]
-    if not found:
-        return found
+    if not overdue:
+        return overdue
     highest: dict[str, Priority] = {}
     for view in tick.decodes:
         highest[view.principal] = min(highest.get(view.principal, Priority.BACKGROUND), view.priority)
     only_background = all(priority is Priority.BACKGROUND for priority in highest.values())
     return [
         view
-        for view in found
+        for view in overdue
         if view.priority <= highest.get(view.principal, Priority.BACKGROUND)
         and (view.priority is not Priority.BACKGROUND or only_background)
     ]

@@ -50,7 +50,7 @@ class Rest:
 
 def rest_of(limit: str | None, *, counts_energy: bool) -> Rest | None:
     """The pauses that ``power_limit`` asks for; ``None``: none, also because nothing counts the energy of a power."""
-    found = None if limit is None else parse_power_limit(limit)
-    if found is None or (found.watts is not None and not counts_energy) or found.share == 1:
+    power_limit = None if limit is None else parse_power_limit(limit)
+    if power_limit is None or (power_limit.watts is not None and not counts_energy) or power_limit.share == 1:
         return None
-    return Rest(found)
+    return Rest(power_limit)

@@ -50,7 +50,7 @@ class RowCurve:
         The time of a row count is the fastest measurement of it and of all larger ones.  A disturbance only makes a
         measurement slower, and fewer rows never take longer.
         """
-        rows = sorted(n for n, each in ms.items() if min(each) > 0)
+        rows = sorted(n for n, measurements in ms.items() if min(measurements) > 0)
         if sum(len(ms[n]) > 1 for n in rows) < MIN_POINTS or noise(ms) > MAX_NOISE:
             return None
         fastest = accumulate([min(ms[n]) for n in reversed(rows)], min)
@@ -90,7 +90,7 @@ class RowCurve:
                 vector = _without(vector, other)
             basis.append(vector)
             left = _without(left, vector)
-        return max([abs(each) / ms for each, ms in zip(left, self.ms, strict=True)])
+        return max([abs(distance) / ms for distance, ms in zip(left, self.ms, strict=True)])
 
 
 def _without(vector: Sequence[float], direction: Sequence[float]) -> list[float]:
@@ -102,7 +102,9 @@ def _without(vector: Sequence[float], direction: Sequence[float]) -> list[float]
 
 def noise(ms: Mapping[int, Sequence[float]]) -> float:
     """By how much the two fastest measurements of a row count differ, as a share: the median of the row counts."""
-    fastest = [sorted(each)[:2] for each in ms.values() if len(each) > 1 and min(each) > 0]
+    fastest = [
+        sorted(measurements)[:2] for measurements in ms.values() if len(measurements) > 1 and min(measurements) > 0
+    ]
     shares = sorted([second / first - 1 for first, second in fastest])
     return shares[len(shares) // 2]
 
