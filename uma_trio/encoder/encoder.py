@@ -113,9 +113,9 @@ class SandboxedEncoder:
         """Encode a file. Blocks for ``ANSWER_SECONDS`` or ``BUSY_SECONDS`` at most, and the turns of other files.
 
         Raises:
-            Refused: it is no picture or sound that the projector takes, it is too large or damaged, or the child died
-                of it.
-            TooManyRows: it would have more than ``max_tokens``.
+            Refused: the file is not a picture or sound that the projector takes, is too large or damaged, or has ended
+                the child.
+            TooManyRows: the file would have more than ``max_tokens`` rows.
             ModelUnavailable: the child does not start, there is no memory for it, or somebody has ended it twice.
         """
         if not self._sandbox.is_running:

@@ -62,7 +62,7 @@ def inspect(data: bytes) -> MediaFile:
     """Look at a file without decoding it.
 
     Raises:
-        Refused: it is no such file, it ends before its size, or it is too large.
+        Refused: the data is not such a file, ends too early, or is too large.
     """
     if len(data) > MAX_FILE_BYTES:
         raise Refused(f"the file has {len(data)} bytes, and {MAX_FILE_BYTES} are allowed: send a smaller one")

@@ -16,7 +16,7 @@ MIN_SECONDS: Final = 0.1
 MAX_SECONDS: Final = 1800
 """Length of sound: 115 MB when it is decoded at 16 kHz."""
 MAX_CHUNKS: Final = 1000
-"""Chunks of a WAV file before the one that says what its samples are."""
+"""Chunks of a WAV file before the chunk with the format of its samples."""
 WAV_KINDS: Final = (1, 3, 6, 7, 0xFFFE)
 """PCM, floating point, A-law, mu-law; and one that says more elsewhere."""
 MAX_SAMPLES: Final = MAX_SECONDS * 8 * 48_000
@@ -89,7 +89,7 @@ _SYNC: Final = re.compile(rb"\xff[\xe2\xe3\xf2\xf3\xfa\xfb][\x10-\xef]", re.DOTA
 
 
 def mp3_seconds(data: bytes) -> float:
-    """The length of all frames, or of those that the first one announces: a decoder takes memory for these."""
+    """Return the length of all frames, or of the announced ones if these are longer: a decoder takes memory for them."""
     at, latest = _after_tag(data), _after_tag(data) + MAX_FILL_BYTES
     total = announced = 0.0
     while (header := _SYNC.search(data, at, len(data) if total else latest)) is not None:

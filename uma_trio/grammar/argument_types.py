@@ -110,8 +110,8 @@ def _type_of(value: Any) -> str:
 def read_value(text: str, types: frozenset[str]) -> Any:
     """The value for which ``text`` stands.
 
-    A string is written as it is.  Anything else is JSON; what is none, and could not be sent to a client, is a string
-    after all.
+    A string is written as it is, anything else as JSON.  Text that is not valid JSON, or that could not be sent to a
+    client, is a string after all.
 
     Args:
         types: those that the schema allows.
@@ -124,7 +124,7 @@ def read_value(text: str, types: frozenset[str]) -> Any:
 
 
 def read_json(text: str) -> Any:
-    """The value of ``text`` as JSON; ``text`` itself if it is none."""
+    """The value of ``text`` as JSON; ``text`` itself if it is not valid JSON."""
     bare = text.strip()
     try:
         value = msgspec.json.decode(_PYTHON.get(bare, bare))

@@ -1,4 +1,4 @@
-"""Objects of a JSON schema that get the properties which it names, and no others.  Pure.
+"""Closes objects of a JSON schema: they get the properties that the schema names, and no others.  Pure.
 
 A schema that says nothing about further properties allows any.  A model that follows it at random invents keys until its
 answer is cut.  An answer without further properties is valid by the schema, too.
@@ -116,7 +116,7 @@ def _schemas(key: str, value: Any) -> Iterator[Any]:
 
 
 def _target(root: Any, reference: Any) -> Any:
-    """The schema that ``$ref`` means; ``None`` if it is not one of this document."""
+    """The schema that ``$ref`` means; ``None`` if it is not in this document."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
     node = root

@@ -55,7 +55,7 @@ MAX_REMEMBERED_BYTES: Final = 1 << 15
 
 
 def json_expression(schema: dict[str, Any]) -> str:
-    """JSON that ``schema`` describes.  Objects have the properties that it names, and others only if it says so.
+    """JSON that ``schema`` describes.  Objects have the properties that the schema names, and others only if the schema asks for them.
 
     Raises:
         ValueError: the schema is not JSON.

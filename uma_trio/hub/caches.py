@@ -1,4 +1,4 @@
-"""All models of this machine, and those that other programs keep here: used in place, never changed.
+"""All models of this machine, including the models that other programs keep: used in place, never changed.
 
 ===============  ==========================================================================================
 Ollama           ``manifests/HOST/NAMESPACE/MODEL/TAG``, JSON that names ``blobs/sha256-HASH``

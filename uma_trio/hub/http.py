@@ -1,4 +1,4 @@
-"""Requests over HTTP: redirects by our rules, failures that a retry may mend and those that it cannot, and retries."""
+"""Requests over HTTP: redirects by our rules, which failures a retry may mend, and retries."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def model_stem(path: PurePath) -> str:
 
 
 def existing_parts(path: Path) -> list[Path]:
-    """``path``, and if its name is that of a model's first part, the other parts that there are, in order."""
+    """Return ``path``; if its name is that of a model's first part, also the other parts that exist, in order."""
     match = PART.fullmatch(path.name)
     if match is None or int(match["number"]) != 1:
         return [path]

@@ -44,8 +44,8 @@ TRACE: Final = re.compile(r"\s*File \"|Current thread|Thread 0x|Extension module
 class ChildProcess:
     """A program that runs next to the daemon, in a process group of its own.
 
-    The child ends with this process in any case: its standard input closes, its parent changes, and if it is stopped the
-    kernel sends ``SIGHUP`` and ``SIGCONT`` to its process group, which becomes an orphan.  ``kill`` and the end of the
+    The child ends with this process in any case.  Its standard input closes and its parent changes.  Its process group
+    becomes an orphan: if the child is stopped, the kernel sends ``SIGHUP`` and ``SIGCONT`` to the group.  ``kill`` and the end of the
     child end its own children as well.
 
     Args:
@@ -94,7 +94,7 @@ class ChildProcess:
         self._lines: deque[str] = deque(maxlen=LAST_LINES)
         self._was_stopped = False
         self.ready = trio.Event()
-        """Set when it says that it can do its work."""
+        """Set when the child reports that it can do its work."""
         self.cannot_start: str | None = None
         """Why it could not start."""
 
@@ -118,7 +118,7 @@ class ChildProcess:
         return cls(command, name=name, logger=module, pass_fds=fds, environment=variables)
 
     def kill(self) -> None:
-        """End it at once, whatever it does, and all that it has started."""
+        """End the child at once, whatever it does, with all that it has started."""
         if self._popen.returncode is None:  # so its number is not yet that of another process
             with contextlib.suppress(OSError):
                 os.killpg(self._popen.pid, signal.SIGKILL)
@@ -132,7 +132,7 @@ class ChildProcess:
         os.close(self._output)
 
     async def wait(self) -> str:
-        """Pass the child's log lines on until it ends, and kill it if a signal stops it; returns how it ended."""
+        """Pass the child's log lines on until it ends, and kill it if a signal stops it; return how it ended."""
         assert self._popen.stdin is not None
         try:
             async with trio.lowlevel.FdStream(self._output) as stream, trio.open_nursery() as nursery:

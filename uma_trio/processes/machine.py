@@ -125,7 +125,7 @@ def default_threads() -> int:
     """Compute threads for a decode: all physical cores except one, at least one.
 
     The spare core serves the event loop and other processes.  Compute threads meet at a barrier several times per
-    layer.  If one of them has to share its core, all others wait for it at each barrier, and a token that took 1 ms
+    layer.  If one thread has to share its core, all others wait for it at each barrier, and a token that took 1 ms
     takes hundreds.
     """
     return max(1, physical_cores() - 1)

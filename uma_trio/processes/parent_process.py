@@ -48,7 +48,7 @@ def wait_for_turn() -> None:
 
 
 def end_with_it() -> None:
-    """Start a thread that ends this process when the parent ends, however it ends and whatever this process does then."""
+    """Start a thread that ends this process when the parent ends, however that happens and whatever this process does."""
 
     def watch() -> None:
         while os.read(0, 1):
@@ -59,8 +59,9 @@ def end_with_it() -> None:
 
 
 def send_log_to_it(level: int) -> None:
-    """Send log records of ``level`` and above to the parent, which adds them to its own log, and a traceback if a signal
-    such as SIGSEGV ends this process.
+    """Send log records of ``level`` and above to the parent, which adds them to its own log.
+
+    If a signal such as SIGSEGV ends this process, the parent gets a traceback too.
 
     wasmtime's handlers come later, and pass on what is no trap.
 

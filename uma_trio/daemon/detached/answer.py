@@ -208,7 +208,7 @@ class DetachedAnswer(AnswerRecord):
         return self._has_ended
 
     async def again(self) -> None:
-        """It is to be made again, from the tokens that there are, after it was refused or its engine was lost."""
+        """Prepare for another attempt, from the tokens so far: the answer was refused, or its engine was lost."""
         await self._all_written()
         self.interruption = None
         self._known, self._changes = self.log.token_ids, [*self.log.changes]

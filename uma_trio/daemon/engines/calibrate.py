@@ -70,9 +70,9 @@ async def calibrate(
     """Measure some small steps of an engine, whose KV cache is empty before and after.
 
     Takes about twice ``budget_s``, and ``CURVE_BUDGET_S`` if no earlier run has measured the curves.  If ``known`` still
-    holds, it takes the time of the steps in ``CHECKED``.  If it does not, or has too few measurements, and these steps show
-    that there is no time to measure everything, it is kept as well: clients wait, and ticks correct it.  Steps for which
-    sequences, cells or the batch are too small are left out.
+    holds, takes only the time of the steps in ``CHECKED``.  ``known`` is also kept where these steps show that there is no
+    time to measure everything: clients wait, and ticks correct it.  Steps for which sequences, cells or the batch are too
+    small are left out.
 
     Args:
         known: what an earlier run has learned.
@@ -223,7 +223,7 @@ class Trial:
         return work, await self._step_ms(calls)
 
     async def decode_ms(self, rows: int) -> float:
-        """One call of this many decode rows, of as many sequences; or of one sequence where there are fewer."""
+        """Milliseconds of one call with a decode row of each of ``rows`` sequences, or of one sequence if there are too few."""
         if rows <= self._info.n_seq_max:
             return await self._step_ms([[self._input(seq, 1) for seq in range(rows)]])
         length = self._lengths[0]

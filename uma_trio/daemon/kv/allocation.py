@@ -56,7 +56,7 @@ class Allocation:
     tokens: TokenIds
     """The prompt while busy, with the first text of a controller; all tokens that the cache holds while idle."""
     reserved: int
-    """Cells, for the prompt and all tokens that may be generated, those that it shares with forks included."""
+    """Cells for the prompt and all tokens that may be generated, including cells that forks share."""
     principal: str = ""
     """Owner; only the owner's requests share the tokens."""
     adapters: AdapterSet = NO_ADAPTERS
@@ -99,7 +99,7 @@ class Allocation:
     seq_id: int = -1
     _n_tokens: int = attrs.field(default=0, init=False)
     _copied: tuple[tuple[CellRun, int], ...] = attrs.field(default=(), init=False)
-    """Runs that others may have, too, each with the position where this sequence leaves it."""
+    """Runs of cells that other sequences may have too, each with the position up to which this sequence follows it."""
     _run: CellRun = attrs.field(factory=CellRun, init=False)
     """The cells of all tokens after these."""
 

@@ -310,7 +310,7 @@ class KvCache:
     def may_compute(self, allocation: Allocation) -> bool:
         """Whether the next step may compute tokens of the sequence.
 
-        After the cache was lost, the first of those that share a prefix computes it, and the others get a copy.
+        After the cache was lost, the first sequence with a shared prefix computes the prefix; the others get a copy.
         """
         return allocation.n_tokens >= allocation.n_shared or self._forks.rejoin(allocation)
 
@@ -322,7 +322,7 @@ class KvCache:
         """End a request.
 
         If a submitted step still feeds the sequence, ``advance`` to the length after that step first.  Otherwise the
-        tokens that it appends stay in the engine's cache, unknown to this one.
+        tokens of the step stay in the engine's cache, unknown to this one.
 
         Args:
             tokens: the first tokens of the sequence, to keep for later requests; ``None`` keeps nothing.
@@ -439,7 +439,7 @@ class KvCache:
     def cells_scanned(self, n_in_flight: int | None = None) -> int:
         """Cells that attention scans in the next step, without those of its own rows, if it scans the whole cache.
 
-        These are all cells up to the highest one in use, also those that were freed below it.  Call it before each
+        Attention scans all cells up to the highest one in use, freed cells below it included.  Call it before each
         step, after ``advance`` for the previous one and before ``take_ops``.  Idle sequences beyond their limit are
         evicted here already, so that their cells do not count.
 

@@ -157,8 +157,9 @@ class IdleLimit:
 def expected_tokens(allocation: Allocation, n_before: int, n_shared: int) -> int:
     """How many tokens of a request will probably be used again.
 
-    It begins with ``n_shared`` of the ``n_before`` tokens of an earlier sequence.  If that is half of them or more, it
-    continues a conversation, and all of its tokens count; otherwise those that both have, such as a system prompt.
+    The request begins with ``n_shared`` of the ``n_before`` tokens of an earlier sequence.  With half of these tokens or
+    more it continues a conversation, and all of its tokens count.  With fewer, only the shared ones count, such as a
+    system prompt.
     """
     return allocation.reserved if 2 * n_shared >= n_before else n_shared
 

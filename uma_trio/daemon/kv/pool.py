@@ -1,8 +1,8 @@
 """Reservation and eviction of sequences, cells and checkpoints.
 
-Every request reserves its cells before it starts.  Ended requests leave idle allocations; the pool evicts the one that
-has been idle longest first, with per-sequence KV one whose sequence id lies between busy ones.  An idle allocation that must be saved first stays, marked ``cells_wanted``, until it is
-saved.
+Every request reserves its cells before it starts.  Ended requests leave idle allocations.  The pool evicts the longest
+idle one first; with per-sequence KV, one whose sequence id lies between busy ones.  An idle allocation that must be
+saved first stays until it is saved, marked ``cells_wanted``.
 """
 
 from __future__ import annotations
@@ -240,7 +240,11 @@ class Pool:
     def evict_each(
         self, victims: Collection[Allocation], cause: LossCause = "limit", principal: str | None = None
     ) -> None:
-        """Evict ``victims``, without those that must be saved; ``principal`` needs their place, if somebody does."""
+        """Evict ``victims``, and mark those that must be saved first.
+
+        Args:
+            principal: who needs the place; ``None`` if nobody does.
+        """
         for allocation in victims:
             if allocation.needs_save:
                 allocation.cells_wanted = True

@@ -32,7 +32,7 @@ class Match(NamedTuple):
     n_in_common: int
     """Longest common prefix with any sequence, including tokens that cannot be reused."""
     nearest: TokenIds | None
-    """The tokens of that sequence; of several, the one that became idle last."""
+    """The tokens of the sequence with this prefix; of several, the one that became idle last."""
     obstacle: Obstacle | None = None
     """If the request does not get these tokens: why."""
 

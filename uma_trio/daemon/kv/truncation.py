@@ -1,15 +1,15 @@
 """How far a sequence can be truncated, and where prefill saves checkpoints for that.
 
 A recurrent memory cannot be truncated; it can only be restored from a checkpoint.  A request that continues a sequence
-saves one where the previous turn ended, before it computes its first token.  Prefill pauses for all others:
+saves a checkpoint where the previous turn ended, before it computes its first token.  Prefill pauses for all others:
 
 - where a waiting request will diverge from this prompt,
 - where this prompt diverges from an earlier one,
 - at some lengths inside a long new stretch,
 - shortly before the end of the prompt.
 
-None of them is inside a picture, where nothing can be cut: all its rows may have one position.  It is before the picture
-instead.
+No checkpoint is inside a picture, because a picture cannot be cut: all its rows may have one position.  Such a
+checkpoint moves in front of the picture.
 """
 
 from __future__ import annotations

@@ -205,21 +205,19 @@ FORMATS: Final = (
 
 def names() -> list[str]:
     """Names of the formats."""
-    return [tool_format.name for tool_format in FORMATS]
+    return [form.name for form in FORMATS]
 
 
 def by_name(name: str) -> ToolFormat:
     """The format called ``name``."""
-    return next(tool_format for tool_format in FORMATS if tool_format.name == name)
+    return next(form for form in FORMATS if form.name == name)
 
 
 def find_tool_format(template: str) -> ToolFormat | None:
     """The format of a chat template; ``None`` if it has none that is known."""
-    for tool_format in FORMATS:
-        if all(sign in template for sign in tool_format.signs) and not any(
-            sign in template for sign in tool_format.not_signs
-        ):
-            return tool_format
+    for form in FORMATS:
+        if all(sign in template for sign in form.signs) and not any(sign in template for sign in form.not_signs):
+            return form
     return None
 
 
@@ -236,15 +234,15 @@ def write_calls(form: ToolFormat, calls: Sequence[tuple[str, Mapping[str, Any]]]
     return form.around[0] + ("\n" if form.separator is None else form.separator).join(written) + form.around[1]
 
 
-def write_example(tool_format: ToolFormat) -> str:
+def write_example(form: ToolFormat) -> str:
     """A call as a description of the format shows it."""
-    arguments = "{...}" if tool_format.tags is None else _write_arguments(tool_format.tags, {"KEY": "VALUE"})
-    return tool_format.around[0] + _write_call(tool_format, "NAME", arguments, 0) + tool_format.around[1]
+    arguments = "{...}" if form.tags is None else _write_arguments(form.tags, {"KEY": "VALUE"})
+    return form.around[0] + _write_call(form, "NAME", arguments, 0) + form.around[1]
 
 
-def _write_call(tool_format: ToolFormat, name: str, arguments: str, n: int) -> str:
-    before, between, after = tool_format.written
-    number = f":{n}" if tool_format.numbered else ""
+def _write_call(form: ToolFormat, name: str, arguments: str, n: int) -> str:
+    before, between, after = form.written
+    number = f":{n}" if form.numbered else ""
     return f"{before}{name}{number}{between}{arguments}{after}"
 
 
@@ -260,9 +258,9 @@ def _write_argument(tags: ParameterTags, key: str, value: Any) -> str:
     return tags.before_key + key + before + tags.padding + text + tags.padding + tags.after_value
 
 
-def make_call_markers(tool_format: ToolFormat, text: MarkerText) -> CallMarkers:
+def make_call_markers(form: ToolFormat, text: MarkerText) -> CallMarkers:
     """The markers in the form in which output is searched for them."""
-    fields = {field.name: _searched(getattr(tool_format, field.name), text) for field in attrs.fields(CallMarkers)}
+    fields = {field.name: _searched(getattr(form, field.name), text) for field in attrs.fields(CallMarkers)}
     return CallMarkers(**{**fields, "controls": text.controls})
 
 

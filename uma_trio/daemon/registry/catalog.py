@@ -1,4 +1,4 @@
-"""The models by name: those that are configured, and those that requests have found on this machine."""
+"""The models by name: configured models, and models of this machine that requests have named."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Catalog:
         await self._changed.wait()
 
     def named(self, name: str | None) -> Model | None:
-        """The model that requests call so; ``None`` is the name of the default one."""
+        """Return the model that ``name`` means in requests; ``None`` is the name of the default model."""
         if name is None:
             return next(iter(self._models.values()))
         served = self._models.get(bare_name(name)) or self._models.get(name)
@@ -84,7 +84,9 @@ class Catalog:
         return [model for model in self._models.values() if may_load or model.spec.is_configured]
 
     async def find(self, name: str | None, principal: str | None = None) -> Model:
-        """The model that requests call so; also one of this machine that is not configured.  ``None`` is the default one.
+        """Return the model that ``name`` means in requests, also one of this machine that is not configured.
+
+        ``None`` is the name of the default model.
 
         Args:
             principal: name of the one that asks; ``None`` is the owner of the daemon.

@@ -1,6 +1,6 @@
 """Loads and unloads models.
 
-Loads run one after the other, so that each one finds the memory that the one before has left.  A model is unloaded when its
+Loads run one after the other, so that each finds what memory the previous load has left.  A model is unloaded when its
 last request has ended.
 
 A reload loads the new copy next to the old one if there is room, and the old one serves until the new one is ready; without

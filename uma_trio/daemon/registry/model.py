@@ -206,7 +206,7 @@ class Model:
         self.is_removed = False
         self.description: ModelDescription | None = None
         self.memory_bytes: int | None = None
-        """What it took when it was last loaded; ``None`` if it had less context than it wants."""
+        """Memory of the model when it was last loaded; ``None`` if it had less context than it wants."""
         self.loads = self.unloads = self.evictions = self.failures = 0
 
     @property

@@ -1,7 +1,7 @@
 """Which models are loaded, who waits for which, and what makes room for the next one.
 
 A request that names a model which is not loaded has it loaded, and waits; all requests for a model share one load.
-Models are loaded one after the other, so that each one finds the memory that the one before has left.
+Models are loaded one after the other, so that each finds what memory the previous load has left.
 
 What a model is in use for is counted in leases: a model is unloaded when its last lease has ended, so unloading never
 ends a request.  A reload loads the new copy next to the old one if there is room, and the old one serves until the new one
@@ -163,11 +163,11 @@ class ModelRegistry:
         Args:
             name: as requests spell it; ``None`` is the default model.
             principal: name of the principal that uses the model.
-            session: it must have its sessions, which a copy that replaces another one gets last.
+            session: whether the copy must have the sessions of the model; a copy that replaces another gets them last.
             on_wait: called at the start of a wait, and with its progress.
 
         Raises:
-            ModelNotFound: there is none; the message names those that there are.
+            ModelNotFound: there is no such model; the message names the models that there are.
             QueueFull, ModelLoading: too many wait for it, or it takes too long.
             ModelUnavailable: it cannot be loaded.
             ShuttingDown: the daemon is draining.
@@ -312,7 +312,7 @@ class ModelRegistry:
     # -- how they are -----------------------------------------------------------------------------
 
     async def descriptions(self, principal: str | None = None) -> list[ModelDescription]:
-        """All models that a principal may name, those of this machine included that a request would load.
+        """Describe all models that a principal may name, including models of this machine that a request would load.
 
         The default model is the first one.
 

@@ -1,7 +1,7 @@
 """What makes room for a model, as a decision about the models that are loaded now.
 
-A model needs what it takes with its whole context.  Where that much cannot be freed, it gets less context, so that it takes
-what is left.
+A model needs the memory that it takes with its whole context.  Where that much cannot be freed, it gets less context,
+and takes the memory that is left.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Bounds:
     budget_bytes: int = 0
     max_loaded: int = 0
     budget_is_set: bool = False
-    """It is a setting, so that it also bounds a model that is alone."""
+    """Whether the budget is a setting.  Then it also bounds a model that is alone."""
 
 
 @attrs.frozen(kw_only=True)

@@ -50,7 +50,7 @@ def raise_shares(instances: Sequence[Instance], total: int) -> None:
 
 
 def _shares(instances: Sequence[Instance], total: int) -> list[tuple[Scheduler, int]]:
-    """Threads of the models that have requests; for each of the others, what it would have with one."""
+    """Threads of each model.  A model without requests gets as many as it would have with one."""
     busy = [instance for instance in instances if instance.n_leases]
     wanted = sum([instance.service.n_threads for instance in busy])
     shares = []

@@ -50,7 +50,7 @@ class HandOver:
     journal: Journal | None = None
     """Without one, sessions stay where they are."""
     _node: str = attrs.field(factory=lambda: secrets.token_hex(8), init=False)
-    """Tells this daemon from its peers, one of which may be itself."""
+    """The name of this daemon among its peers, whose list may contain this daemon."""
     _claims: dict[SessionKey, dict[object, int]] = attrs.field(factory=dict, init=False)
     """By the connections that made them, with which they end: the epoch of the session, if it is begun."""
 
@@ -71,7 +71,7 @@ class HandOver:
             self._release(key, owner)
 
     def next_offer(self) -> Session | None:
-        """A session that can be given, each once, the most recently used first; ``None`` without one."""
+        """Return the next session to give away, most recently used first, each once; ``None`` if there are no more."""
         if self.journal is None:
             return None
         if not self._to_offer:

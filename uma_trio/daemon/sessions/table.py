@@ -240,8 +240,8 @@ class SessionTable:
     def expired(self, monotonic: float) -> list[Session]:
         """Return the idle sessions that are unused for too long or too many, least recently used first.
 
-        Where there are too many, those of the principals that have the most go, so that nobody's sessions displace those
-        of somebody who has fewer.
+        Where there are too many, the principal with the most sessions loses one.  So nobody's sessions displace those of
+        a principal with fewer.
         """
         idle = [session for session in self._sessions.values() if not session.busy]
         leaving = [session for session in idle if monotonic - session.unused_since > self._ttl_s]

@@ -132,7 +132,7 @@ class AnswerLog:
     events: list[bytes] = attrs.field(factory=list)
     """Event number ``n`` is ``events[n - 1]``."""
     n_attempts: int = 0
-    """How often a daemon has worked on it since its last token, and has not said that it lives."""
+    """How many attempts since the last token have not reported that they live."""
     is_alone: bool = False
     """The last of these attempts is made alone."""
     title: str = ""

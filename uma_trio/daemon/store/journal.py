@@ -247,7 +247,7 @@ class Journal:
             raise JournalError(str(error)) from None
 
     def _settle(self, entry: _Entry) -> bool:
-        """Make the file what is wanted; return whether it had been changed from outside."""
+        """Write or remove the file, as ``entry`` wants it; return whether it had been changed from outside."""
         if entry.wanted is None:
             self._remove(entry)
             return False

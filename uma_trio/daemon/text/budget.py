@@ -57,7 +57,7 @@ class ReasoningBudget:
         return max(1, self._regions.tokens_to_reasoning + max(0, self.n_left))
 
     def replay(self, tokens: Sequence[int], token_to_bytes: Callable[[int], bytes]) -> None:
-        """Count the tokens of an answer that goes on: those that ended reasoning are among them."""
+        """Count the tokens of an answer that goes on, including the tokens with which reasoning was ended."""
         n_ending = 0
         for token in tokens:
             if n_ending:
@@ -66,7 +66,7 @@ class ReasoningBudget:
                 n_ending = len(self.end_after((token,), token_to_bytes))
 
     def end_after(self, tokens: Sequence[int], token_to_bytes: Callable[[int], bytes]) -> Sequence[int]:
-        """Count new tokens of the answer, at most ``n_free``; returns the tokens that must follow, mostly none."""
+        """Count new tokens of the answer, at most ``n_free``; return the tokens that must follow, if any."""
         for token in tokens:
             was_reasoning = self._regions.in_reasoning
             self._regions.feed(token, token_to_bytes(token))

@@ -69,8 +69,7 @@ class RegionAssembler(TextAssembler):
         self._begins = self._begins_reasoning
         """What begins reasoning while the region is ``START``."""
         self._held = ""
-        """In ``START``, all text so far; in ``REASONING``, spaces that may be its last ones; otherwise spaces of the answer
-        that no text has followed yet."""
+        """In ``START``, all text so far; in ``REASONING``, spaces that may end it; in the answer, spaces before its next text."""
         self._skips_spaces = False
         """Whether leading spaces are dropped."""
         self._parts: list[str] = []
