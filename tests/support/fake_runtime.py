@@ -41,7 +41,7 @@ EOS = 0
 SKIPPED = "skipped"
 """In place of a result of ``pre`` or of an action of ``mid``: the controller takes too long for this step."""
 
-LATE: SequenceResult[PreResult] = SequenceResult("", PreResult(suspend=True), [], "", 0, skipped=True)
+LATE: SequenceResult[PreResult] = SequenceResult("", PreResult(suspend=True), skipped=True)
 """The answer for such a ``pre``."""
 
 
@@ -244,7 +244,7 @@ class FakeRuntime:
         for start in pre:
             controller = self.waiting.pop(start.req_id, None)
             if controller is None:
-                pre_seqs[str(start.id)] = SequenceResult(f"invalid req_id {start.req_id}", None, [], "", 0)
+                pre_seqs[str(start.id)] = SequenceResult(f"invalid req_id {start.req_id}", None)
                 continue
             controller.id = start.id
             self.live[start.id] = controller
@@ -252,7 +252,7 @@ class FakeRuntime:
         for op in post:
             found = self.live.get(op.id)
             if found is None:
-                post_seqs[str(op.id)] = SequenceResult(f"invalid id {op.id}", None, [], "", 0)
+                post_seqs[str(op.id)] = SequenceResult(f"invalid id {op.id}", None)
                 continue
             backtrack = max(0, op.backtrack - 1)
             post_seqs[str(op.id)] = _call(
@@ -290,7 +290,7 @@ class FakeRuntime:
             controller = self.live.get(op.id)
             if controller is None:
                 error = "Worker: " + errors.get(op.id, f"invalid id {op.id}")
-                seqs[str(op.id)] = SequenceResult(error, None, [], error, 0)
+                seqs[str(op.id)] = SequenceResult(error, None, logs=error)
                 continue
             group = groups[op.id if op.clone_id is None else op.clone_id]
             self._shared.allow_only(row)
@@ -395,7 +395,7 @@ def _pre(controller: ScriptedController) -> PreResult | str:
 
 def _call(controller: ScriptedController, name: str, failed: Any, call: Callable[[], Any]) -> SequenceResult[Any]:
     if controller.failed:
-        return SequenceResult(PREVIOUS_ERROR, failed, [], PREVIOUS_ERROR, 0)
+        return SequenceResult(PREVIOUS_ERROR, failed, logs=PREVIOUS_ERROR)
     error, result = "", failed
     try:
         result = call()

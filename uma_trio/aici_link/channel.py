@@ -54,7 +54,8 @@ class Mailbox(Protocol):
         """Wait until the mailbox is free, and write.
 
         Raises:
-            ChannelTimeout, MessageTooLarge: see there.
+            ChannelTimeout: the peer did not read in time.
+            MessageTooLarge: ``data`` is larger than ``capacity``.
             OSError: no room in shared memory.
         """
         ...
@@ -63,7 +64,8 @@ class Mailbox(Protocol):
         """Wait for a message, and take it.
 
         Raises:
-            ChannelTimeout, BrokenChannel: see there.
+            ChannelTimeout: the peer did not write in time.
+            BrokenChannel: what it wrote cannot be a message.
         """
         ...
 

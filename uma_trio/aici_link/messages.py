@@ -163,13 +163,17 @@ Request: TypeAlias = Tokens | PostPreProcess | MidProcess | SideRequest
 # Answers ----------------------------------------------------------------------------------------------------------
 
 
+ENDED: Final = 0
+"""``num_forks`` of a sequence that ends."""
+
+
 class PreResult(Struct, frozen=True):
     """How a sequence begins a step."""
 
     suspend: bool = False
     """Leave the sequence out of this step."""
     num_forks: int = 1
-    """0: end the sequence.  More than 1: make it that many sequences."""
+    """``ENDED``, or how many sequences to make of this one; 1: it goes on."""
     ff_tokens: list[int] = field(default_factory=list)
     """Tokens to append; the controller has seen them already."""
     waits_for: list[str] | UnsetType = UNSET
@@ -196,10 +200,10 @@ class SequenceResult(Struct, Generic[T], frozen=True):
     error: str
     """Empty if all is well."""
     result: T | None
-    storage: list[Any]
+    storage: list[Any] = field(default_factory=list)
     """Writes of variables, in order."""
-    logs: str
-    micros: int
+    logs: str = ""
+    micros: int = 0
     skipped: bool | UnsetType = UNSET
     """The controller has not answered yet: leave the sequence out of this step, and ask again.  An extension; see
     ``--uma-skip-slow-ms``."""

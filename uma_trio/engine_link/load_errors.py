@@ -41,7 +41,7 @@ def explained(path: Path) -> Iterator[None]:
     """Turn whatever goes wrong with the model at ``path`` into a ``ModelError``.
 
     Raises:
-        ModelError: see there.
+        ModelError: the model cannot be loaded.
     """
     try:
         yield

@@ -48,7 +48,7 @@ END_S: Final = 5.0
 
 
 class CannotStart(Exception):
-    """The child refuses its setup, or the system starts no process; says why."""
+    """The child refuses its setup, or the system starts no process; the message says why."""
 
 
 class NoAnswer(Exception):
@@ -100,7 +100,8 @@ class Sandbox:
         """Start the process, unless it runs; returns what it has answered to its setup.
 
         Raises:
-            CannotStart, Ended: see there.
+            CannotStart: the child refuses its setup, or no process can be started.
+            Ended: somebody has ended it twice.
         """
         with self._lock:
             self._try_twice(self._ensure_started)
@@ -110,7 +111,9 @@ class Sandbox:
         """The answer to ``question``.  Blocks for ``seconds`` or ``busy_seconds``, plus a start and the turns of other threads.
 
         Raises:
-            CannotStart, NoAnswer, Interrupted: see there.
+            CannotStart: the child refuses its setup, or no process can be started.
+            NoAnswer: it died, or took too long.
+            Interrupted: the same, but not for what was asked.
         """
 
         def ask() -> dict[str, Any]:

@@ -62,7 +62,7 @@ class _Splice(msgspec.Struct, frozen=True):
 
 
 class _MidResult(msgspec.Struct, frozen=True):
-    """One of the two."""
+    """Exactly one field is set."""
 
     SampleWithBias: _Empty | None = None
     Splice: _Splice | None = None
@@ -126,6 +126,7 @@ class Controller:
         self._guest.sequence_id = sequence_id
 
     def pre_process(self, *, deadline: float) -> PreResult:
+        """How the sequence begins a step: suspended, forked, or with tokens to append."""
         found = self._call("aici_pre_process", {}, _PRE, deadline)
         if found.ff_tokens and (found.suspend or found.num_forks != 1):
             raise self._wrong("with ff_tokens, pre_process must return num_forks 1 and suspend false")
@@ -233,7 +234,8 @@ class Controller:
         """The result of a callback.
 
         Raises:
-            ControllerError, ControllerTimeout: see there.
+            ControllerError: it failed, or returned something wrong.
+            ControllerTimeout: it was stopped at ``deadline``.
         """
         guest = self._guest
         guest.blobs[BLOB_CALL] = msgspec.json.encode(argument)
@@ -276,7 +278,7 @@ class Controller:
             )
 
     def _explained(self, error: wasmtime.Trap | wasmtime.WasmtimeError, name: str) -> Exception:
-        """The error of a call that did not return.  The instance is gone."""
+        """The error of a call that did not return.  Closes the instance."""
         failure = self._guest.failure
         is_out_of_memory = OUT_OF_MEMORY in self._exports and self._exports[OUT_OF_MEMORY].value(self._guest.store)
         self._fail()
@@ -316,7 +318,7 @@ class Controller:
             raise self._wrong(f"ff_token out of range: {wrong} is not in [0, {self._guest.n_vocab})")
 
     def _wrong(self, reason: str) -> ControllerError:
-        """The error of a call that returned something wrong.  The instance is gone."""
+        """The error of a call that returned something wrong.  Closes the instance."""
         self._fail()
         return ControllerError(reason)
 

@@ -27,8 +27,11 @@ DROPPED_BYTES: Final = 16 << 10
 """How much is dropped at once when there is too much."""
 
 BLOB_ARGUMENT, BLOB_TOKENIZED, BLOB_TOKENS, BLOB_CALL, BLOB_STORAGE, BLOB_CONSTRAINT = range(1, 7)
+"""Numbers under which a controller reads what the host has for it: the last of each kind."""
 N_PLAIN_BLOBS: Final = 20
+"""Smaller numbers are of such a kind, known or not.  Where the host has nothing, it is empty."""
 BLOB_TRIE: Final = 100
+"""Number of the vocabulary, which is the same for all controllers."""
 
 _BYTE_TO_BIASES: Final[npt.NDArray[np.float32]] = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, np.newaxis], axis=1, bitorder="little") == 1, ALLOWED, DISALLOWED
@@ -37,11 +40,11 @@ _BYTE_TO_BIASES: Final[npt.NDArray[np.float32]] = np.where(
 
 
 class Fatal(Exception):
-    """A function of the host ends the call: the controller has called the host in a wrong way."""
+    """The controller broke the host's contract.  Ends the call."""
 
 
 class Stopped(Exception):
-    """A function of the host ends the call: the controller wants that."""
+    """The controller asked to stop.  Ends the call."""
 
 
 class GuestMemory:
@@ -106,8 +109,7 @@ class LogBuffer:
         """Append ``text``.
 
         Args:
-            n_before: bytes that the controller wrote before ``text`` and the caller left out, since ``text`` alone has
-                ``MAX_LOG_BYTES``.
+            n_before: bytes dropped by the caller before ``text``, which alone fills the buffer.
         """
         excess = len(self._text) + n_before + len(text) - MAX_LOG_BYTES
         if excess <= 0:

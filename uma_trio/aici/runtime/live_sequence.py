@@ -18,7 +18,7 @@ from uma_trio.aici.runtime.interface import (
     Row,
     Splice,
 )
-from uma_trio.aici_link.messages import MidResult, PostOp, PostResult, PreResult, SequenceResult
+from uma_trio.aici_link.messages import ENDED, MidResult, PostOp, PostResult, PreResult, SequenceResult
 
 log = logging.getLogger(__name__)
 
@@ -50,11 +50,10 @@ class LiveSequence:
     held: list[int] = attrs.field(factory=list)
     """Tokens that pre appended before it suspended.  The daemon gets them when the sequence goes on."""
     late: ControllerCall | None = None
-    """A call that has no answer yet.  Between two steps only if the step went on without it."""
+    """The call in flight.  Between two steps there is one only if the last step did not wait for it."""
 
-    @property
-    def running(self) -> Controller:
-        """The controller, which is there."""
+    def require_controller(self) -> Controller:
+        """The controller of a sequence that is not a fork in the making."""
         assert self.controller is not None
         return self.controller
 
@@ -111,11 +110,11 @@ class PostPreCall(ControllerCall):
         self.pre: SequenceResult[PreResult] | None = None
 
     def pre_with_post(self) -> SequenceResult[PreResult]:
-        """The result of pre for a daemon that got no result of post: it says what both did."""
-        post, pre = self.post, self.pre or SequenceResult("", PreResult(), [], "", 0)
+        """One result for both calls, for a daemon that got no result of post because it was late."""
+        post, pre = self.post, self.pre or SequenceResult("", PreResult())
         if post is None:
             return pre
-        result = PreResult(num_forks=0) if post.result and post.result.stop and not post.error else pre.result
+        result = PreResult(num_forks=ENDED) if post.result and post.result.stop and not post.error else pre.result
         return SequenceResult(
             post.error or pre.error, result, post.storage + pre.storage, post.logs + pre.logs, post.micros + pre.micros
         )
@@ -132,11 +131,11 @@ class PostPreCall(ControllerCall):
     def _post(self, op: PostOp) -> PostResult:
         # the number in messages counts a token that the controller has never seen
         backtrack = max(0, op.backtrack - 1)
-        return PostResult(self.sequence.running.post_process(op.tokens, backtrack, deadline=self.deadline))
+        return PostResult(self.sequence.require_controller().post_process(op.tokens, backtrack, deadline=self.deadline))
 
     def _pre(self) -> PreResult:
         """Run pre until the controller appends no more tokens."""
-        controller = self.sequence.running
+        controller = self.sequence.require_controller()
         appended, self.sequence.held = self.sequence.held, []
         for _ in range(MAX_FF_ROUNDS + 1):
             found = controller.pre_process(deadline=self.deadline)
@@ -146,7 +145,7 @@ class PostPreCall(ControllerCall):
                 return PreResult(found.suspend, found.num_forks, appended, found.waits_for)
             appended += found.ff_tokens
             if controller.post_process(found.ff_tokens, 0, deadline=self.deadline):
-                return PreResult(num_forks=0, ff_tokens=appended)
+                return PreResult(num_forks=ENDED, ff_tokens=appended)
         controller.close()
         raise ControllerError("too many ff_tokens rounds from pre_process")
 
@@ -172,7 +171,7 @@ class MidCall(ControllerCall):
         self.answer = _timed("mid", self.sequence, None, self._mid)
 
     def _mid(self) -> MidResult | None:
-        action = self.sequence.running.mid_process(self.fork_group, self.row, deadline=self.deadline)
+        action = self.sequence.require_controller().mid_process(self.fork_group, self.row, deadline=self.deadline)
         if not isinstance(action, Splice):
             return None
         # in messages, the number counts the token that would be sampled now
@@ -207,7 +206,7 @@ class ForkCall(Call):
         try:
             if time.monotonic() > call.deadline:
                 raise WorkerError("timeout: it takes too long")
-            sequence.controller = parent.running.fork(sequence.id)
+            sequence.controller = parent.require_controller().fork(sequence.id)
         except (ControllerError, WorkerError) as error:
             call.dead = f"cannot fork {parent.id}: {error}"
         except Exception as error:
@@ -219,7 +218,7 @@ class ForkCall(Call):
 def worker_error(reason: str, logs: str = "") -> SequenceResult[T]:
     """The result of a sequence that cannot go on, or of an operation that is wrong."""
     text = f"Worker: {reason}"
-    return SequenceResult(text, None, [], _line(logs) + text, 0)
+    return SequenceResult(text, None, logs=_line(logs) + text)
 
 
 def controller_error(phase: str, message: str, logs: str) -> str:
@@ -238,7 +237,7 @@ def _timed(
     Raises:
         WorkerError: the controller was stopped.
     """
-    controller = sequence.running
+    controller = sequence.require_controller()
     started = time.perf_counter_ns()
     try:
         result = function()
@@ -260,4 +259,5 @@ def _line(logs: str) -> str:
 
 
 def _micros(started_ns: int) -> int:
+    """Microseconds since ``started_ns``, in steps of 10."""
     return (time.perf_counter_ns() - started_ns) // 10_000 * 10

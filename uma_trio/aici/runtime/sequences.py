@@ -83,8 +83,8 @@ class Sequences:
                 pres.setdefault(id, worker_error(post_errors[id]))
             elif isinstance(sequence.late, PostPreCall):
                 late.append(sequence.late)
-            elif sequence.late is not None:  # a mid: it has begun this step already
-                pres.setdefault(id, SequenceResult("", PreResult(), [], "", 0))
+            elif sequence.late is not None:  # a mid, so the sequence has had its pre in this step
+                pres.setdefault(id, SequenceResult("", PreResult()))
             elif id in post_ops or id not in pre_errors:
                 new.append(PostPreCall(sequence, post_ops.get(id), id not in pre_errors, deadline))
         calls = [*new, *late]
@@ -94,7 +94,7 @@ class Sequences:
             self._take_post_pre(call, posts, pres)
         for id in request.freed:
             self._drop(id)
-        return PostPreAnswer(_by_text(posts), _by_text(pres))
+        return PostPreAnswer(_with_text_ids(posts), _with_text_ids(pres))
 
     def _take_post_pre(
         self,
@@ -109,9 +109,9 @@ class Sequences:
         if self._may_go_on(call):
             sequence.late = call
             if call.op is not None and not was_late:
-                posts[id] = SequenceResult("", PostResult(), [], "", 0, skipped=True)
+                posts[id] = SequenceResult("", PostResult(), skipped=True)
             if call.wants_pre or was_late:
-                pres[id] = SequenceResult("", PreResult(suspend=True), [], "", 0, skipped=True)
+                pres[id] = SequenceResult("", PreResult(suspend=True), skipped=True)
             return
         call.give_up()
         if was_late:
@@ -178,10 +178,10 @@ class Sequences:
         for n, op in enumerate(request.ops):
             if op.id in calls:
                 answers[op.id] = self._mid_answer(calls[op.id], rows[n])
-        return MidAnswer(_by_text(answers), len(request.ops))
+        return MidAnswer(_with_text_ids(answers), len(request.ops))
 
     def _mid_errors(self, ops: Sequence[MidOp]) -> dict[int, str]:
-        """Errors by sequence; adds sequences for the forks that are right."""
+        """Refuse operations that are wrong, and add a sequence for each fork; returns errors by sequence."""
         errors = {id: f"duplicate id {id}" for id, n in Counter(op.id for op in ops).items() if n > 1}
         for op in ops:
             if op.id not in errors and (why := self._mid_error(op)):
@@ -226,7 +226,7 @@ class Sequences:
         """The answer, with its biases in ``row``."""
         sequence = call.sequence
         if self._may_go_on(call):
-            return SequenceResult("", None, [], "", 0, skipped=True)
+            return SequenceResult("", None, skipped=True)
         call.give_up()
         sequence.late = None
         if call.dead or call.answer is None:
@@ -275,7 +275,7 @@ def _parent(op: MidOp) -> int:
     return op.id if op.clone_id is None else op.clone_id
 
 
-def _by_text(found: dict[int, T]) -> dict[str, T]:
+def _with_text_ids(found: dict[int, T]) -> dict[str, T]:
     return {str(id): each for id, each in found.items()}
 
 

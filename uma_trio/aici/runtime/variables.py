@@ -21,7 +21,7 @@ class ReadVar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WriteVar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Changes a variable, or only its version ``when_version_is``."""
+    """Writes a variable; with ``when_version_is``, only if that is its version."""
 
     name: str
     value: str
@@ -31,7 +31,7 @@ class WriteVar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class VariablesFull(Exception):
-    """There is no room for the value."""
+    """There is no room for the value, or for another variable."""
 
 
 @attrs.frozen
@@ -63,7 +63,7 @@ class Variables:
             Whether it was changed, and the variable after that.
 
         Raises:
-            VariablesFull: see there.
+            VariablesFull: the request's variables would be too many, or too large together.
         """
         with self._lock:
             old = self._values.get(name)
@@ -83,7 +83,7 @@ class Variables:
 
 
 class _Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One of the two."""
+    """A storage command.  Exactly one field is set."""
 
     ReadVar: ReadVar | None = None
     WriteVar: WriteVar | None = None
@@ -93,7 +93,7 @@ _COMMAND: Final = msgspec.json.Decoder(_Command)
 
 
 class BadCommand(ValueError):
-    """The JSON is no storage command; says why."""
+    """The JSON is no storage command; the message says why."""
 
 
 Answer: TypeAlias = dict[str, dict[str, object]]
@@ -106,7 +106,8 @@ def run_command(variables: Variables, command: bytes) -> tuple[Answer, dict[str,
         The answer, and the command if it is a write, also a refused one.
 
     Raises:
-        BadCommand, VariablesFull: see there.
+        BadCommand: the JSON is no storage command.
+        VariablesFull: there is no room for what it writes.
     """
     try:
         found = _COMMAND.decode(command)
@@ -145,9 +146,9 @@ class _Request:
 
 
 class MemoryPool:
-    """Counts the memory of instances by request, which its variables stand for.  Thread-safe.
+    """Counts the memory of instances by request.  A request is named by its ``Variables``.  Thread-safe.
 
-    When all of them have more than ``max_bytes``, the request with the most is evicted: its instances must be closed
+    When the sum of all requests exceeds ``max_bytes``, the request with the most is evicted: its instances must be closed
     instead of called.  So controllers that take all the memory they can get do no harm to modest ones.  Calls that are
     in flight may exceed the bound, each by what one controller may have.
     """

@@ -199,7 +199,7 @@ class AnswerCheck:
         self, found: SequenceResult[T] | None, problem: Callable[[SequenceResult[T]], str]
     ) -> SequenceResult[T]:
         if found is None:
-            return SequenceResult(NO_ANSWER, None, [], "", 0)
+            return SequenceResult(NO_ANSWER, None)
         error, logs = error_and_logs(found.error, found.logs)
         error, logs = error[-MAX_LOG_CHARACTERS:], logs[-MAX_LOG_CHARACTERS:]
         result = found.result
