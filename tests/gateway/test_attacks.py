@@ -192,7 +192,7 @@ MANY: dict[str, tuple[str, dict[str, object]]] = {
     "tools": ("/v1/chat/completions", {**CHAT, "tools": [{"type": "x"}] * 20_000}),
     "biases": ("/v1/completions", {"prompt": "x", "logit_bias": dict.fromkeys(map(str, range(50_000)), 1)}),
     "unknown fields": ("/v1/chat/completions", {**CHAT, **{f"field{n}": n for n in range(50_000)}}),
-    "unknown fields of Starling": ("/v1/generate", {"prompt": "x", "max_tokens": 1, **{f"field{n}": n for n in range(50_000)}}),
+    "unknown fields of the native API": ("/v1/generate", {"prompt": "x", "max_tokens": 1, **{f"field{n}": n for n in range(50_000)}}),
     "unknown options": ("/api/chat", {"model": "embedded", "messages": [MESSAGE], "options": {"num_predict": 1, **{f"o{n}": n for n in range(50_000)}}}),
     "items": ("/v1/responses", {"input": [{"type": "x"}] * 20_000}),
     "tokens": ("/v1/completions", {"prompt": [1] * 500_000}),

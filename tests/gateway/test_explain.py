@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from tests.gateway.conftest import Gateway
 from uma_trio.cli import main
 from uma_trio.cli.explain import in_words
-from uma_trio.gateway.dialects.starling.shapes import ExplainedPrompt
+from uma_trio.gateway.dialects.native.shapes import ExplainedPrompt
 from uma_trio.protocol.usage import Explanation, Obstacle
 
 RULES = "You answer briefly, in whole sentences, and you never joke. " * 6

@@ -111,15 +111,15 @@ def test_a_cache_key_names_a_session_for_each_system_prompt(gateway: Gateway) ->
     assert sorted(each["turns"] for each in sessions(gateway, "key")) == [1, 2]
 
 
-def test_in_starlings_api_a_request_continues_its_session_as_over_the_socket(gateway: Gateway) -> None:
+def test_in_the_native_api_a_request_continues_its_session_as_over_the_socket(gateway: Gateway) -> None:
     with gateway.http() as client:
         for turns, message in enumerate((QUESTION, AGAIN), 1):
-            body = {"messages": [message], "session_id": "starling", "stream": False}
+            body = {"messages": [message], "session_id": "native", "stream": False}
             found = client.post("/v1/generate", json=body, headers={"x-session-id": "no effect"}).json()
             assert found["session"]["turns"] == turns
-        assert [role for role, _ in transcript(gateway, "starling")] == ["user", "assistant", "user", "assistant"]
+        assert [role for role, _ in transcript(gateway, "native")] == ["user", "assistant", "user", "assistant"]
         client.post("/v1/generate", json={**body, "history": "replace"}).raise_for_status()
-    assert len(transcript(gateway, "starling")) == 2
+    assert len(transcript(gateway, "native")) == 2
     assert not sessions(gateway, "no effect")
 
 

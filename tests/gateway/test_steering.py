@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from tests.gateway.conftest import Gateway
-from uma_trio.gateway.dialects.starling.shapes import SteeredAnswer
+from uma_trio.gateway.dialects.native.shapes import SteeredAnswer
 
 ASK = {"messages": [{"role": "user", "content": "Count from 1 to 900."}], "max_tokens": 2000, "ignore_eos": True}
 

@@ -25,9 +25,9 @@ from uma_trio.gateway.body import BodyLimits
 from uma_trio.gateway.daemon_client import Daemon
 from uma_trio.gateway.dialects.aici import endpoints as aici
 from uma_trio.gateway.dialects.anthropic import endpoints as anthropic
+from uma_trio.gateway.dialects.native import endpoints as native
 from uma_trio.gateway.dialects.ollama import endpoints as ollama
 from uma_trio.gateway.dialects.openai import endpoints as openai
-from uma_trio.gateway.dialects.starling import endpoints as starling
 from uma_trio.gateway.endpoint import Dialect, Endpoint, by_path, dialects_of
 from uma_trio.gateway.errors import NO_PATH, WRONG_METHOD, HttpError, internal_error
 from uma_trio.gateway.guard import Guard, path_of, with_headers
@@ -59,7 +59,7 @@ ENDPOINTS: Final = by_path(
         *openai.ENDPOINTS,
         *anthropic.ENDPOINTS,
         *ollama.ENDPOINTS,
-        *starling.ENDPOINTS,
+        *native.ENDPOINTS,
         *aici.ENDPOINTS,
         *health.ENDPOINTS,
         *metrics.ENDPOINTS,

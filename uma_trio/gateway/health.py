@@ -13,7 +13,7 @@ from uma_trio.client import Health
 from uma_trio.errors import ShuttingDown
 from uma_trio.gateway.answer import json_response
 from uma_trio.gateway.dialects.common.shapes import Shape
-from uma_trio.gateway.dialects.starling.dialect import STARLING
+from uma_trio.gateway.dialects.native.dialect import NATIVE
 from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import NO_DAEMON, HttpError
 
@@ -83,6 +83,6 @@ def _readiness(checks: list[Check], headers: dict[str, str] | None = None) -> Re
 
 
 ENDPOINTS = (
-    STARLING.get("/healthz", healthz, Healthy, needs_key=False),
-    STARLING.get("/readyz", readyz, Readiness, needs_key=False),
+    NATIVE.get("/healthz", healthz, Healthy, needs_key=False),
+    NATIVE.get("/readyz", readyz, Readiness, needs_key=False),
 )

@@ -14,7 +14,7 @@ from starlette.responses import Response
 import uma_trio
 from uma_trio.errors import InternalError
 from uma_trio.gateway.answer import JSON, json_response
-from uma_trio.gateway.dialects.starling.dialect import STARLING
+from uma_trio.gateway.dialects.native.dialect import NATIVE
 from uma_trio.gateway.endpoint import Call, Endpoint, dialects_of
 from uma_trio.gateway.errors import STATUSES, HttpError
 from uma_trio.gateway.upload import MEDIA_TYPE as FORM
@@ -158,5 +158,5 @@ def endpoint_of(endpoints: Iterable[Endpoint]) -> Endpoint:
         """What this gateway serves."""
         return json_response(document([*endpoints, found]))
 
-    found = STARLING.get("/openapi.json", openapi)
+    found = NATIVE.get("/openapi.json", openapi)
     return found

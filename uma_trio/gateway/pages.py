@@ -16,7 +16,7 @@ from uma_trio.client import Activity, Event
 from uma_trio.gateway.answer import EVENT_STREAM, Renderer, sse
 from uma_trio.gateway.daemon_client import Daemon
 from uma_trio.gateway.dialects.common.fields import ModelQuery
-from uma_trio.gateway.dialects.starling.dialect import STARLING
+from uma_trio.gateway.dialects.native.dialect import NATIVE
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError
 from uma_trio.protocol.messages import to_fields
@@ -82,7 +82,7 @@ def _field(row: Field) -> str:
 
 
 def _endpoint(name: str, path: str, content: bytes) -> Endpoint:
-    return STARLING.get(path, _serving(content, MEDIA_TYPES[name.rpartition(".")[2]]), needs_key=False)
+    return NATIVE.get(path, _serving(content, MEDIA_TYPES[name.rpartition(".")[2]]), needs_key=False)
 
 
 def _files(page: str, folder: Traversable, at: str) -> Iterator[Endpoint]:
@@ -137,5 +137,5 @@ class _Events(Renderer[Event]):
         return sse({"code": error.code, "message": error.message}, event="error")
 
 
-WATCH: Final = STARLING.get("/v1/watch", watch, media_types=(EVENT_STREAM,), query=WatchParameters, needs_admin=True)
+WATCH: Final = NATIVE.get("/v1/watch", watch, media_types=(EVENT_STREAM,), query=WatchParameters, needs_admin=True)
 """The data of the dashboard."""

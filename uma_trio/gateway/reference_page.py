@@ -9,7 +9,7 @@ from typing import Any, Final
 import anyio
 from starlette.responses import Response
 
-from uma_trio.gateway.dialects.starling.dialect import STARLING
+from uma_trio.gateway.dialects.native.dialect import NATIVE
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.openapi import document
 from uma_trio.gateway.pages import HEADERS, MEDIA_TYPES
@@ -34,8 +34,7 @@ def endpoints_of(endpoints: Iterable[Endpoint]) -> tuple[Endpoint, ...]:
         return Response(style, headers=HEADERS, media_type=MEDIA_TYPES["css"])
 
     return tuple(
-        STARLING.get(path, answer, needs_key=False)
-        for path, answer in (("/docs", page), ("/docs/style.css", stylesheet))
+        NATIVE.get(path, answer, needs_key=False) for path, answer in (("/docs", page), ("/docs/style.css", stylesheet))
     )
 
 

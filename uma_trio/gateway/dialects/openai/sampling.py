@@ -76,7 +76,7 @@ class SamplingFields(Constrained, kw_only=True):
     def fields(self) -> dict[str, Any]:
         """These fields in the socket protocol.
 
-        More ``max_tokens`` than there is room for count as no limit, here and in all dialects but Starling's: clients
+        More ``max_tokens`` than there is room for count as no limit, here and in all dialects but the native one: clients
         often have a large number in their settings, and an answer that fills the context says so.
         """
         given = {"model": self.model, "logit_bias": self.logit_bias, "constraint": self.constraint}

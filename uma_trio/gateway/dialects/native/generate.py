@@ -16,9 +16,9 @@ from starlette.responses import Response
 from uma_trio.client import FIELDS, Eos, Event, UnknownEvent
 from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, JSON, NDJSON, AnswerRenderer, json_line, json_response, sse
 from uma_trio.gateway.dialects.common.fields import ModelQuery
-from uma_trio.gateway.dialects.starling.dialect import STARLING, error_body
-from uma_trio.gateway.dialects.starling.shapes import Answer, ExplainedPrompt, SteeredAnswer, Tokenized
-from uma_trio.gateway.dialects.starling.shapes import Event as StarlingEvent
+from uma_trio.gateway.dialects.native.dialect import NATIVE, error_body
+from uma_trio.gateway.dialects.native.shapes import Answer, ExplainedPrompt, SteeredAnswer, Tokenized
+from uma_trio.gateway.dialects.native.shapes import Event as NativeEvent
 from uma_trio.gateway.endpoint import Call, without_effect
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.protocol.messages import to_fields
@@ -168,19 +168,19 @@ async def tokenize(call: Call) -> Response:
 
 
 ENDPOINTS = (
-    STARLING.post(
+    NATIVE.post(
         "/v1/generate",
         generate,
         Generate,
         Answer,
-        event_shape=StarlingEvent,
+        event_shape=NativeEvent,
         field_names={"stop_token_ids": ("stop_token_ids", "stop")},
         hidden_fields=OF_THE_CONNECTION,
         media_types=(EVENT_STREAM, NDJSON, JSON),
     ),
-    STARLING.post("/v1/tokenize", tokenize, TokenizeRequest, Tokenized),
-    STARLING.post(
+    NATIVE.post("/v1/tokenize", tokenize, TokenizeRequest, Tokenized),
+    NATIVE.post(
         "/v1/requests/{id}/steer", steer, SteerQuery, SteeredAnswer, needs_owner=True, hidden_fields=OF_THE_PATH
     ),
-    STARLING.get("/v1/requests/{id}/explain", explain, ExplainedPrompt, needs_owner=True, query=ModelQuery),
+    NATIVE.get("/v1/requests/{id}/explain", explain, ExplainedPrompt, needs_owner=True, query=ModelQuery),
 )

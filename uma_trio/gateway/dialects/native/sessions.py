@@ -1,4 +1,4 @@
-"""Sessions in Starling's API: list, read, fork, rename and close them; and answers that go on when their client leaves.
+"""Sessions in the native API: list, read, fork, rename and close them; and answers that go on when their client leaves.
 
 ``GET /v1/sessions``, ``POST /v1/session/ACTION``.  A client on another machine needs an API key for all of these.
 Without keys it would get the sessions of the user who runs the daemon, so the gateway refuses it.
@@ -18,10 +18,10 @@ from starlette.responses import Response
 from uma_trio.errors import AnswerNotFound, SessionBusy
 from uma_trio.gateway.answer import json_response
 from uma_trio.gateway.dialects.common.fields import ModelQuery
-from uma_trio.gateway.dialects.starling.dialect import STARLING
-from uma_trio.gateway.dialects.starling.generate import OF_THE_CONNECTION, Events, read_request
-from uma_trio.gateway.dialects.starling.shapes import Closed, OneSession, SessionContent, SessionPage, Stopped
-from uma_trio.gateway.dialects.starling.shapes import Event as StarlingEvent
+from uma_trio.gateway.dialects.native.dialect import NATIVE
+from uma_trio.gateway.dialects.native.generate import OF_THE_CONNECTION, Events, read_request
+from uma_trio.gateway.dialects.native.shapes import Closed, OneSession, SessionContent, SessionPage, Stopped
+from uma_trio.gateway.dialects.native.shapes import Event as NativeEvent
 from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import LOST, NO_ANSWER, HttpError, invalid
 from uma_trio.protocol.answers import AnswerInfo, SessionInfo
@@ -199,7 +199,7 @@ class _KeptEvents(Events):
         return b"" if error.kind in LOST else super().fail(error)
 
 
-_get, _post = (partial(each, needs_owner=True) for each in (STARLING.get, STARLING.post))
+_get, _post = (partial(each, needs_owner=True) for each in (NATIVE.get, NATIVE.post))
 
 ENDPOINTS = (
     _get("/v1/sessions", list_sessions, SessionPage, query=SessionsQuery),
@@ -211,10 +211,10 @@ ENDPOINTS = (
         "/v1/session/answer",
         begin_answer,
         Generate,
-        event_shape=StarlingEvent,
+        event_shape=NativeEvent,
         field_names={"stop_token_ids": ("stop_token_ids", "stop")},
         hidden_fields=OF_THE_CONNECTION,
     ),
-    _post("/v1/session/follow", follow_answer, SessionRequest, event_shape=StarlingEvent),
+    _post("/v1/session/follow", follow_answer, SessionRequest, event_shape=NativeEvent),
     _post("/v1/session/stop", stop_answer, SessionRequest, Stopped),
 )

@@ -1,4 +1,4 @@
-"""What is special in Starling's API: its errors.  Its fields are those of the socket protocol."""
+"""What is special in the native API: its errors.  Its fields are those of the socket protocol."""
 
 from __future__ import annotations
 
@@ -13,4 +13,5 @@ def error_body(error: HttpError, request_id: str) -> dict[str, Any]:
     return {"error": {**body, "retry_after_ms": error.retry_after_ms} if error.retry_after_ms is not None else body}
 
 
-STARLING: Final = Dialect("starling", "uma-trio", error_body)
+NATIVE: Final = Dialect("starling", "uma-trio", error_body)
+"""Logs, metrics and traces call it ``starling``."""

@@ -10,7 +10,7 @@ import msgspec
 from starlette.responses import Response
 
 from uma_trio.gateway.answer import JSON
-from uma_trio.gateway.dialects.starling.dialect import STARLING
+from uma_trio.gateway.dialects.native.dialect import NATIVE
 from uma_trio.gateway.endpoint import Call
 from uma_trio.gateway.errors import NO_PEERS, SILENT_PEER, HttpError, invalid
 from uma_trio.gateway.guard import draining
@@ -88,7 +88,7 @@ async def _answer(call: Call, question: PeerQuestion) -> tuple[bytes, str]:
 
 
 ENDPOINTS = (
-    STARLING.post(
+    NATIVE.post(
         PATH, answer_peer, PeerQuestion, PeerAnswer, media_types=(JSON, "application/octet-stream"), needs_key=False
     ),
 )

@@ -1,4 +1,4 @@
-"""Starling's API: the socket protocol over HTTP."""
+"""The native API: the socket protocol over HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shapes of answers in Starling's API, which docs/PROTOCOL-REFERENCE.md describes."""
+"""Shapes of answers in the native API, which docs/PROTOCOL-REFERENCE.md describes."""
 
 from __future__ import annotations
 

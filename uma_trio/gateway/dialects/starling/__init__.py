@@ -1,1 +1,0 @@
-"""Starling's API, the gateway's own: the socket protocol over HTTP, field for field."""
