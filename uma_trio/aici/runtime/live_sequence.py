@@ -232,6 +232,7 @@ def _timed(
     """The result of a call into the controller.
 
     Args:
+        phase: what errors call the callback: ``post``, ``pre0`` or ``mid``, the words of other runtimes.
         after_error: the result if the controller fails.
 
     Raises:
