@@ -16,7 +16,7 @@ from tests.support.cases import all_cases
 from tests.support.profile import thorough
 from tests.support.terminal import Screen
 from uma_trio.cli import answer_view
-from uma_trio.cli.answer import printable, warn_if_cut, warn_if_in_memory
+from uma_trio.cli.answer import printable, warn_if_cut, warn_if_cut_elsewhere, warn_if_in_memory
 from uma_trio.cli.answer_view import MarkdownView, PlainView, closed_size, render_lines
 from uma_trio.cli.conversation import Conversation, Message, as_fields, as_json, as_markdown
 from uma_trio.cli.shown_answer import ShownAnswer
@@ -261,6 +261,17 @@ def test_the_notice_of_a_cut_answer_promises_nothing(
     shown = capsys.readouterr().err
     assert notice in shown
     assert "--ctx" not in shown, "the context may be that of the model already"
+
+
+def test_the_notice_of_an_answer_that_another_command_asked_for_blames_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    warn_if_cut_elsewhere(end(reason="stop"))
+    assert capsys.readouterr().err == ""
+    warn_if_cut_elsewhere(end(reason="length"))
+    shown = capsys.readouterr().err
+    assert "cut after 5 tokens" in shown
+    assert "default" not in shown, "the number may be the user's"
 
 
 @pytest.mark.parametrize(("turns", "durable", "is_shown"), [(0, False, False), (1, False, True), (1, True, False)])

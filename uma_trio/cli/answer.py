@@ -177,9 +177,6 @@ def warn_if_cut(eos: Eos, max_tokens: int | None, setting: str = "--max-tokens")
         max_tokens: what the request asked for.
         setting: what the user changes for more.
     """
-    if eos.reason != "length":
-        return
-    name = "the answer" if eos.index is None else f"answer {eos.index}"
     if max_tokens is not None:
         reason = f"it was cut at {setting} {max_tokens}; a larger number gives more"
     else:
@@ -187,7 +184,19 @@ def warn_if_cut(eos: Eos, max_tokens: int | None, setting: str = "--max-tokens")
             f"it was cut after {eos.usage.completion_tokens} tokens, all that the daemon gives by default; with "
             f"{setting} and a larger number, the daemon gives more or says what limits it"
         )
-    note(f"{name} is not complete: {reason}")
+    _warn_if_cut(eos, reason)
+
+
+def warn_if_cut_elsewhere(eos: Eos) -> None:
+    """``warn_if_cut`` for an answer that another command asked for, so that nobody knows here what limited it."""
+    reason = f"it was cut after {eos.usage.completion_tokens} tokens; a larger --max-tokens of uma-trio ask gives more"
+    _warn_if_cut(eos, f"{reason}, or says what limits it")
+
+
+def _warn_if_cut(eos: Eos, reason: str) -> None:
+    if eos.reason == "length":
+        name = "the answer" if eos.index is None else f"answer {eos.index}"
+        note(f"{name} is not complete: {reason}")
 
 
 def warn_if_in_memory(eos: Eos) -> None:

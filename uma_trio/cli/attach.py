@@ -70,7 +70,7 @@ def command(
 
 
 async def _follow(id: str, after: int, as_json: bool, stats: bool, socket: str | None) -> int:
-    from uma_trio.cli.answer import TextPrinter, print_json, print_stats, warn_if_cut
+    from uma_trio.cli.answer import TextPrinter, print_json, print_stats, warn_if_cut_elsewhere
     from uma_trio.client import Eos, open_client
 
     print_event = print_json if as_json else TextPrinter().print
@@ -79,7 +79,7 @@ async def _follow(id: str, after: int, as_json: bool, stats: bool, socket: str |
             print_event(event)
     assert isinstance(event, Eos)
     if not as_json:
-        warn_if_cut(event, None)
+        warn_if_cut_elsewhere(event)
     if stats:
         print_stats(event)
     if event.reason == "cancelled":
