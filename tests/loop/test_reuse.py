@@ -20,6 +20,7 @@ from uma_trio.engine_link.messages import EngineDied, EngineError
 from uma_trio.engine_link.sampling import NO_TOKEN
 from uma_trio.protocol.events import Token
 from uma_trio.protocol.requests import Slo
+from uma_trio.protocol.usage import Explanation
 
 SHARED = random.Random(1).choices(range(1, 800), k=1500)
 """About as long as a system prompt with a few tools."""
@@ -73,6 +74,36 @@ async def test_a_repeated_prompt_and_an_edited_one(autojump_clock, unified):
         assert is_right(edited)
         assert edited.cached == 1000
         await harness.clean()
+
+
+async def explained(harness: Harness, prompt: list[int]) -> Explanation:
+    client = await harness.answer(prompt, 4, explain=True)
+    found = client.last.usage.explanation
+    assert found is not None
+    return found
+
+
+async def test_a_short_loss_is_explained_as_a_loss(autojump_clock):
+    async with asking(engine(unified=True)) as harness:
+        prompt = SHARED[:43]
+        await harness.answer(prompt, 4)
+        await harness.answer([*SHARED[:32], 999, 998], 4)  # goes on from the first 32 tokens
+        found = await explained(harness, prompt)
+        assert (found.reason, found.common_tokens, found.cached_tokens, found.again_tokens) == ("lost", 42, 32, 10)
+        assert found.loss is not None
+        assert found.loss.cause == "continued"
+        again = await explained(harness, prompt)
+        assert (again.reason, again.cached_tokens, again.again_tokens) == ("cached", 42, 0)
+
+
+async def test_a_prompt_that_is_too_short_to_be_shared_has_lost_its_tokens(autojump_clock):
+    async with asking(engine(unified=True)) as harness:
+        await harness.answer(SHARED[:43], 4)
+        await harness.answer([*SHARED[:32], 999, 998], 4)
+        found = await explained(harness, SHARED[:10])
+        assert (found.reason, found.cached_tokens, found.again_tokens) == ("lost", 0, 9)
+        other = await explained(harness, [*SHARED[:5], *range(900, 930)])
+        assert (other.reason, other.again_tokens) == ("new", 0), "any two prompts have as much in common"
 
 
 async def test_a_copied_prefix_and_its_source_are_independent(autojump_clock):

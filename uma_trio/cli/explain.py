@@ -72,7 +72,8 @@ def in_words(explanation: Explanation) -> list[str]:
             lines.append("it goes on where an earlier prompt or answer ends: nothing was computed again")
         case "new" if explanation.cached_tokens > explanation.common_tokens:
             lines.append(
-                "nothing is known of the prompt that they belonged to, which may be older than the daemon's start"
+                "nothing is known of the prompt that they belonged to: the daemon was started since, or has forgotten it, "
+                "as it knows the last ones only"
             )
         case "new":
             lines.append("no earlier prompt that is known begins like it")

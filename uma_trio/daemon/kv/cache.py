@@ -184,7 +184,7 @@ class KvCache:
         more = allocation.reserved - source.reserved
         if not self._pool.make_room(more, keep=source, n_sequences=0, principal=allocation.principal):
             return None
-        if source.n_tokens - n_shared >= MIN_SHARED_TOKENS:
+        if source.n_tokens > n_shared:
             self._pool.lost.remember(source, "continued", allocation.principal)
         self._record_reuse(allocation, source, n_shared)
         allocation.n_reused = max(allocation.n_reused, expected_tokens(allocation, source.n_uncut, n_shared))

@@ -118,10 +118,11 @@ class Explainer:
         earlier, lost = comparison.earlier, comparison.lost
         if earlier is None or found.is_private:
             return explanation
-        n_both = min(len(found.tokens), len(earlier))
+        n_both = min(len(found.tokens) - 1, len(earlier))  # the last token is always computed
         n_again = max(0, n_both - found.n_cached)
-        reason: Reason = "cached" if n >= min(len(found.tokens) - 1, len(earlier)) else "changed"
-        if n - found.n_cached >= max(MIN_SHARED_TOKENS, n_both - n):  # more for that than for the difference
+        reason: Reason = "cached" if n >= n_both else "changed"
+        n_missing, is_alike = n - found.n_cached, n >= min(MIN_SHARED_TOKENS, n_both)
+        if is_alike and n_missing > 0 and n_missing >= n_both - n:  # more for that than for the difference
             reason = "not_shared" if lost is None else "lost"
         change = None
         if reason == "changed":
