@@ -261,3 +261,39 @@ async def test_a_long_queue_gets_forecasts_at_most_twice_a_second(autojump_clock
         for client in clients:
             seconds = client.found[-1][0] - client.found[0][0]
             assert len(client.found) <= 2 + 2 * seconds + 1
+
+
+async def test_a_deadline_counts_the_length_of_answers_only_if_that_is_known(autojump_clock) -> None:
+    """Answers of an unknown length are predicted to be as long as they may; that is no reason to refuse them."""
+    async with running(engine(eog_after=120)) as harness:
+        for _ in range(3):
+            await harness.ask(40, 60, ignore_eos=True).done.wait()
+        now, client = trio.current_time(), Client()
+        asked = harness.ask(100, 5000, client, deadline_at=now + 2)
+        await asked.done.wait()
+        assert (client.failures, len(asked.tokens)) == ([], 21)
+        assert asked.times.ended_at < now + 2
+        refused = Client()
+        harness.ask(100, 5000, refused, ignore_eos=True, deadline_at=trio.current_time() + 2)
+        assert [each.code for each in refused.failures] == ["E_LIMIT_DEADLINE"], "that length is known"
+        harness.ask(50_000, 5000, refused, deadline_at=trio.current_time() + 2)
+        assert len(refused.failures) == 2, "it would not even start"
+
+
+async def test_a_long_prompt_has_forecasts_while_it_is_computed(autojump_clock) -> None:
+    slower = 1.0
+
+    def cost(prompt: int, decodes: int) -> float:
+        return slower * cost_ms(prompt, decodes)
+
+    async with running(engine(cost_ms=cost)) as harness:
+        await learn(harness)
+        client = Client()
+        asked = harness.ask(50_000, 5, client, forecast=True)
+        await trio.sleep(0.1)
+        slower = 5.0
+        await asked.done.wait()
+    starts = [1e3 * (at - asked.times.arrived_at) + event.start_ms for at, event in client.found]
+    true_ms = 1e3 * (asked.times.first_token_at - asked.times.arrived_at)
+    assert len(starts) > 3
+    assert abs(starts[-1] - true_ms) < 0.2 * true_ms < abs(starts[0] - true_ms)

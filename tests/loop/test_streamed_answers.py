@@ -12,8 +12,8 @@ from starlette.responses import Response
 
 from tests.support.request_states import begin_request
 from tests.support.serving import serving, settings
-from uma_trio.client import AnswerInfo, Client, Eos, Event, Timings, ToolCall, ToolCallDelta, Usage
-from uma_trio.gateway.answer import COMMENT, StreamedAnswer
+from uma_trio.client import AnswerInfo, Client, Eos, Event, Forecast, Timings, Token, ToolCall, ToolCallDelta, Usage
+from uma_trio.gateway.answer import COMMENT, POSITION, ForecastHeaders, StreamedAnswer
 from uma_trio.gateway.application import make_app
 from uma_trio.gateway.dialects.openai.chat import ChatChunks
 from uma_trio.gateway.dialects.openai.extras import Extras
@@ -69,6 +69,14 @@ async def test_a_stream_with_something_to_send_has_no_comments(autojump_clock: o
             yield [ToolCallDelta(id="r", call=0, arguments="1")]
 
     assert not any(COMMENT in data for _, data in await sent(events()))
+
+
+def test_headers_that_come_with_a_text_say_that_it_runs() -> None:
+    headers = ForecastHeaders(passes=False)
+    assert headers.keep([Forecast(id="r", queue_position=1, start_ms=900.0, end_ms=2000.0)]) == []
+    assert headers.headers()[POSITION] == "1"
+    assert headers.keep([text := Token(id="r", text="Hi")]) == [text]
+    assert headers.headers()[POSITION] == "0", "no forecast has said so"
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])

@@ -170,23 +170,26 @@ class ForecastHeaders:
         self._passes = passes
         self._latest: Forecast | None = None
         self._at = 0.0
+        self._has_started = False
 
     def keep(self, batch: list[Item]) -> list[Item]:
         """``batch``, mostly without forecasts: the status of the response waits for the first other event."""
+        others = []
         for event in batch:
             if isinstance(event, Forecast):
                 self._latest, self._at = event, time.monotonic()
-                break
-        else:
-            return batch
-        return batch if self._passes else [event for event in batch if not isinstance(event, Forecast)]
+            else:
+                others.append(event)
+        self._has_started = self._has_started or bool(others)
+        return batch if self._passes else others
 
     def headers(self) -> Mapping[str, str]:
         """The place in the queue, 0 for one that runs, and milliseconds from now to the end; none before a forecast."""
         if self._latest is None:
             return {}
         eta_ms = self._latest.end_ms - 1e3 * (time.monotonic() - self._at)
-        return {POSITION: str(self._latest.queue_position), ETA: str(max(0, round(eta_ms)))}
+        position = 0 if self._has_started else self._latest.queue_position
+        return {POSITION: str(position), ETA: str(max(0, round(eta_ms)))}
 
 
 class StreamedAnswer(Response, Generic[Item]):

@@ -37,6 +37,11 @@ class AnswerLengths:
             self._answers.append((n_tokens, ended_itself))
             self._curve = None
 
+    @property
+    def is_known(self) -> bool:
+        """Whether one of these answers has ended by itself."""
+        return any(ended for _, ended in self._answers)
+
     def expected(self, n_tokens: int, most: int) -> float:
         """Tokens that follow in an answer that has ``n_tokens``, from 1 to ``most``.
 
@@ -45,7 +50,7 @@ class AnswerLengths:
         Args:
             most: tokens that may follow, at least 1.
         """
-        if not any(ended for _, ended in self._answers):
+        if not self.is_known:
             return most
         lengths, shares, means = self._curve = self._curve or self._new_curve()
         index = bisect_right(lengths, n_tokens) - 1

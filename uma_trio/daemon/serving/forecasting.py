@@ -116,7 +116,8 @@ class Forecaster:
     def ended(self, answer: Answer, reason: FinishReason | UmaError) -> None:
         """Learn from an answer that has ended: how long answers are, and how accurate predictions are."""
         ended_itself = not isinstance(reason, UmaError) and reason not in ("length", "cancelled")
-        self._lengths.record(len(answer.tokens), ended_itself=ended_itself)
+        if not answer.request.ignore_eos:  # the length of others is what their clients chose
+            self._lengths.record(len(answer.tokens), ended_itself=ended_itself)
         known = self._known.pop(answer, _Known())
         predicted, at = known.predicted, known.predicted_at
         if predicted is None or answer.times.first_token_at is None or answer.times.ended_at is None:
@@ -167,7 +168,7 @@ class Forecaster:
             if known.predicted is not None and not is_update:
                 continue
             found = predictions[answer]
-            error = _missed(answer, found, self._pace, now) if known.predicted is None else None
+            error = self._missed(answer, found, now) if known.predicted is None else None
             if error is not None:
                 late.append((answer, error))
             elif answer.request.forecast:
@@ -194,7 +195,7 @@ class Forecaster:
     def _asks(self, answer: Answer) -> _Known | None:
         """What is known of ``answer`` if it needs a forecast and has not started, otherwise ``None``.
 
-        One that has a place needs only one forecast, as does a deadline.
+        A deadline needs only one forecast, as does one that has a place and starts soon.
         """
         if answer.tokens or answer.state is State.FINISHED:
             return None
@@ -202,8 +203,29 @@ class Forecaster:
         if known.predicted is None:
             needs = wants or answer.deadline_at < math.inf
         else:
-            needs = wants and known.predicted.queue_position > 0
+            needs = wants and (known.predicted.queue_position > 0 or known.predicted.start_ms > 1e3 * UPDATE_S)
         return known if needs else None
+
+    def _missed(self, answer: Answer, found: Prediction, now: float) -> DeadlineMissed | None:
+        """The error for ``answer`` if it is predicted to end after its deadline; where nobody knows how long answers are, if
+        it is predicted to start after that.
+
+        It says when to come back, if the wait for others is what makes it late.
+        """
+        ends = answer.request.ignore_eos or self._lengths.is_known
+        at_ms, left_ms = found.end_ms if ends else found.start_ms, 1e3 * (answer.deadline_at - now)
+        late_ms = self._pace * at_ms - left_ms
+        if late_ms <= 0:
+            return None
+        waits = self._pace * (at_ms - found.place_ms) <= left_ms
+        error = DeadlineMissed(
+            f"the answer would {'be complete' if ends else 'begin'} in {math.ceil(self._pace * at_ms)} ms, and deadline_ms leaves "
+            f"{max(0, math.floor(left_ms))} ms: give it more, or ask for fewer tokens",
+            field="deadline_ms",
+            retry_after_ms=math.ceil(late_ms) if waits else None,
+        )
+        error.eta_ms = math.ceil(self._pace * found.end_ms)
+        return error
 
     def _reusable(self, answer: Answer) -> int:
         """Tokens of ``answer``, which waits, that are expected to be in the KV cache when it gets a place."""
@@ -248,25 +270,6 @@ class Forecaster:
             due_ms=1e3 * (answer.due_at - trio.current_time()),
             target_itl_ms=answer.target_itl_ms,
         )
-
-
-def _missed(answer: Answer, found: Prediction, pace: float, now: float) -> DeadlineMissed | None:
-    """The error for ``answer`` if it is predicted to end after its deadline.
-
-    It says when to come back, if the wait for others is what makes it late.
-    """
-    left_ms, end_ms = 1e3 * (answer.deadline_at - now), pace * found.end_ms
-    if end_ms <= left_ms:
-        return None
-    waits = pace * (found.end_ms - found.place_ms) <= left_ms
-    error = DeadlineMissed(
-        f"the answer would be complete in {math.ceil(end_ms)} ms, and deadline_ms leaves {max(0, math.floor(left_ms))} ms: "
-        "give it more, or ask for fewer tokens",
-        field="deadline_ms",
-        retry_after_ms=math.ceil(end_ms - left_ms) if waits else None,
-    )
-    error.eta_ms = math.ceil(end_ms)
-    return error
 
 
 def _send(answer: Answer, known: _Known, found: Prediction, pace: float, now: float) -> None:
