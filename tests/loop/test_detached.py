@@ -62,6 +62,34 @@ async def test_an_answer_goes_on_without_its_connection(autojump_clock: object) 
         await harness.settled()
 
 
+async def test_what_can_never_be_answered_is_refused_at_once(autojump_clock: object) -> None:
+    async with serving() as harness, harness.client() as client:
+        for fields in ({"max_tokens": 600_000}, {"max_tokens": 2**30}, {"history": "replace"}):
+            with pytest.raises(ServerError, match=next(iter(fields))):
+                await client.detach(**(ASK | fields), keep_alive=True)
+        assert await client.answers(keep_alive=True) == []
+
+
+async def test_a_list_says_why_an_answer_has_failed(autojump_clock: object, tmp_path: Path) -> None:
+    async def reason() -> str:
+        async with harness.client() as client:
+            [answer] = await client.answers()
+        assert answer.state == "failed"
+        assert answer.reason is not None
+        return answer.reason
+
+    with folder(tmp_path / "answers") as kept:
+        async with serving(answers=kept) as harness:
+            async with harness.client() as client:
+                await client.detach(id="a", prompt="hello" * 20_000)
+            with pytest.raises(ServerError, match="E_LIMIT"):
+                await attached(harness, "a")
+            before = await reason()
+        assert before.startswith("E_LIMIT")
+        async with serving(answers=kept) as harness:
+            assert await reason() == before, "it is on disk"
+
+
 async def test_clients_come_and_go_while_it_is_made(autojump_clock: object) -> None:
     async with serving() as harness:
         async with harness.client() as client:

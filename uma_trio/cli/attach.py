@@ -106,12 +106,12 @@ async def _describe(id: str | None, action: str | None, as_json: bool, shows_all
         return OK
 
     def row(answer: AnswerInfo) -> tuple[str, ...]:
-        return answer.answer_id, answer.state, str(answer.events), when(answer.created_at)
+        return answer.answer_id, answer.state, str(answer.events), when(answer.created_at), answer.reason or ""
 
     if id is not None:
         note(f"{id} is deleted" if action == "delete" else f"{id} is {answers[0].state}")
     elif not answers:
         note("there are no detached answers; uma-trio ask --detach begins one")
     elif shown := chosen_names(answers, lambda answer: answer.answer_id, shows_all=shows_all):
-        print_table([("ID", "STATE", "EVENTS", "BEGUN"), *map(row, shown)])
+        print_table([("ID", "STATE", "EVENTS", "BEGUN", "REASON"), *map(row, shown)])
     return OK

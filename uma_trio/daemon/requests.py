@@ -14,7 +14,7 @@ import structlog
 import trio
 
 from uma_trio.aici_link.messages import Auth
-from uma_trio.daemon.prompts.prompt import Prompt
+from uma_trio.daemon.prompts.prompt import Prompt, check_max_tokens
 from uma_trio.daemon.registry import ModelRegistry
 from uma_trio.daemon.service import ModelService
 from uma_trio.daemon.serving.answer import Answer, EventSink, State
@@ -378,6 +378,18 @@ def _answer_shape(request: Generate, prompt: Prompt) -> Constraint | AnswerShape
         reasoning=prompt.reasoning,
         is_open=prompt.opens_reasoning,
     )
+
+
+def check_without_prompt(request: Generate, service: ModelService) -> None:
+    """Refuse a request that can never be served, as far as that is known without its prompt.
+
+    Raises:
+        UmaError: as from ``Generation.run``.
+    """
+    check_generates(service.scheduler.info)
+    if request.controller is None:
+        _check_session_fields(request)
+        check_max_tokens(request, service.scheduler.info, service.limits)
 
 
 def _check_session_fields(request: Generate) -> None:

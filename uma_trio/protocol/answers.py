@@ -80,6 +80,8 @@ class AnswerInfo:
     """Seconds since 1970."""
     ended_at: float | None = None
     """Seconds since 1970; ``None`` before its end."""
+    reason: str | None = None
+    """Why it has failed: the code and the message of the error."""
     client_state: str | None = None
     """As in its request; not in lists."""
     messages: list[ChatMessage] | None = None

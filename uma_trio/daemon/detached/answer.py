@@ -183,9 +183,13 @@ class DetachedAnswer(AnswerRecord):
     def _end(self, event: Eos | Failure) -> None:
         self._has_ended = True
         state: EndState = "failed"
+        reason = None
         if isinstance(event, Eos):
             state = "cancelled" if event.reason == "cancelled" else "completed"
-        self.note(log.End(events=[*self._events, _encode(event)], state=state, ended_at=self._clock()))
+        else:
+            reason = f"{event.code}: {event.message}"
+        events = [*self._events, _encode(event)]
+        self.note(log.End(events=events, state=state, ended_at=self._clock(), reason=reason))
 
     def note(self, record: Record) -> None:
         """Add a record, which clients see when it is written."""
@@ -262,6 +266,7 @@ class DetachedAnswer(AnswerRecord):
             durable=self.is_durable,
             created_at=round(begin.created_at, 3),
             ended_at=None if end is None else round(end.ended_at, 3),
+            reason=None if end is None else end.reason,
         )
 
     @property

@@ -6,6 +6,7 @@ clients read at their own pace.  The next daemon goes on with what has no end.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from collections import Counter
@@ -20,7 +21,7 @@ from uma_trio.config import MB, Config
 from uma_trio.daemon.detached.answer import DetachedAnswer
 from uma_trio.daemon.prompts.fair_limiter import FairLimiter
 from uma_trio.daemon.registry import ModelRegistry
-from uma_trio.daemon.requests import NO_USAGE, Generation
+from uma_trio.daemon.requests import NO_USAGE, Generation, check_without_prompt
 from uma_trio.daemon.serving.offload import InThread
 from uma_trio.daemon.store.answer_folder import AnswerFolder, AnswerFolderError
 from uma_trio.daemon.store.answer_log import AnswerLog, Begin, End, Record, encode
@@ -33,6 +34,7 @@ from uma_trio.errors import (
     InternalError,
     KvFull,
     ModelLoading,
+    ModelNotFound,
     ModelUnavailable,
     QueueFull,
     RequestTimeout,
@@ -306,11 +308,16 @@ class DetachedAnswers:
             TooManyRequests: the principal has too many.
             ModelNotFound: there is no such model.
             ShuttingDown: the daemon is draining.
+            UmaError: it can never be answered, as far as a loaded model knows that without the prompt.
         """
         if self._is_closed or self._nursery is None:
             raise ShuttingDown()
         if request.model is not None:
             await self._models.describe(request.model, principal.name)
+        with contextlib.suppress(ModelNotFound):  # a model of this machine that is not loaded yet
+            service = self._models.loaded(request.model)
+            if service is not None:
+                check_without_prompt(request, service)
         seed = self._seed if request.seed is None else request.seed
         kept = attrs.evolve(request, stream=True, seed=secrets.randbits(63) if seed is None else seed)
         new = AnswerLog(Begin(principal=principal, request=kept, created_at=self._clock()))

@@ -599,6 +599,25 @@ def _default_max_tokens(n_prompt: int, info: ModelInfo, limits: Limits) -> int:
     return max(share - n_prompt + 1, share // 2, SHORT_ANSWER)
 
 
+def check_max_tokens(request: Generate, info: ModelInfo, limits: Limits) -> None:
+    """Refuse a ``max_tokens`` that no prompt leaves room for.
+
+    Raises:
+        MaxTokensTooLarge, ContextTooSmall: as from ``tokens_to_generate``.
+    """
+    wanted = request.max_tokens
+    if wanted is None or request.fit_max_tokens:
+        return
+    if wanted > limits.max_tokens:
+        raise MaxTokensTooLarge(f"max_tokens is {wanted}; this daemon gives {limits.max_tokens}", field="max_tokens")
+    if wanted > info.max_request_tokens:
+        raise ContextTooSmall(
+            f"max_tokens is {wanted}, and this model's maximum context length is {explain_context(info)}; "
+            f"ask for less{_or_more(info, wanted)}",
+            field="max_tokens",
+        )
+
+
 def tokens_to_generate(request: Generate, n_prompt: int, info: ModelInfo, limits: Limits) -> int:
     """How many tokens the request may generate.
 

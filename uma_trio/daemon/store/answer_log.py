@@ -113,6 +113,8 @@ class End(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
     state: EndState
     ended_at: float
     """Seconds since 1970."""
+    reason: str | None = None
+    """Why it has failed."""
 
 
 Record = Begin | Prompt | Tokens | Attempt | Pause | Renamed | End
