@@ -1,4 +1,4 @@
-"""Late masks of the engine in virtual time."""
+"""Masks of controllers in virtual time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def link():
 
 
 def step(number: int, follows: int = 0) -> Step:
-    sample = SampleRequest(SamplingParams(), late_mask=1)
+    sample = SampleRequest(SamplingParams(), controller_mask=1)
     return Step((), [[StepInput(0, 0, [5, 6], [sample])]], number, follows, mask_timeout_ms=30)
 
 

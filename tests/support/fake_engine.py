@@ -1,9 +1,10 @@
 """An engine without a model: it tracks the content of the KV cache, and fails where llama.cpp would fail.
 
-The next token of a sequence is a function of all tokens before it, and of seed and position where sampling is not
-greedy.  So a test can verify that a stream was computed from the right prefix: see ``expected_continuation``.  A
-penalty excludes all tokens that it applies to.  A ``Past`` that differs from the sequence fails the step.  A bias of at
-least 50 decides, and a late mask excludes all tokens that are 50 below its best.  The fake engine and the real one pass the same tests: see ``engine_contract``.
+The next token of a sequence is a function of all tokens before it, and of seed and position where sampling is not greedy.
+So a test can verify that a stream was computed from the right prefix: see ``expected_continuation``.  A penalty excludes all
+tokens that it applies to.  A ``Past`` that differs from the sequence fails the step.  A bias of at least 50 decides, and the
+mask of a controller excludes all tokens that are 50 below its best.  The fake engine and the real one pass the same tests:
+see ``engine_contract``.
 """
 
 from __future__ import annotations
@@ -348,7 +349,7 @@ class FakeEngine:
         """The next drafts fail with this reason."""
         self.embedding_failure: str | None = None
         """The next texts to embed fail with this reason."""
-        self.late_masks: Masks | None = None
+        self.controller_masks: Masks | None = None
         self.interrupts: Interrupts | None = None
         self.is_async = False
         self.checkpoints: dict[int, tuple[int, int]] = {}
@@ -424,10 +425,10 @@ class FakeEngine:
                 raise EngineError(f"a call of {lengths} tokens")
             if callbacks is not None:
                 callbacks.computing(0.0)
-            late = any(sample.late_mask is not None for each in call for sample in each.samples)
+            has_masks = any(sample.controller_mask is not None for each in call for sample in each.samples)
             self._masks_ready = (
                 callbacks.wait_for_masks(step.number, step.mask_timeout_ms)
-                if late and callbacks is not None and self.late_masks is not None
+                if has_masks and callbacks is not None and self.controller_masks is not None
                 else None
             )
             for each in call:
@@ -594,13 +595,13 @@ class FakeEngine:
                     preferred.insert(0, EOG)
                 free = sorted({*range(N_VOCAB)} - banned - self._penalised(held, length, sample))
                 preferred += free[token % len(free) :][:1] if free else []
-            if sample.late_mask is not None:
-                row = None if self._masks_ready is None else self._masks_ready.rows.get(sample.late_mask)
-                if row is None or self.late_masks is None:
+            if sample.controller_mask is not None:
+                row = None if self._masks_ready is None else self._masks_ready.rows.get(sample.controller_mask)
+                if row is None or self.controller_masks is None:
                     sampled.append(MASK_LATE)
                     continue
                 logits = np.zeros(N_VOCAB, np.float32)
-                self.late_masks.add_to(logits, row)
+                self.controller_masks.add_to(logits, row)
                 if not np.isfinite(logits.max()):
                     sampled.append(NO_TOKEN)
                     continue
@@ -744,10 +745,10 @@ class VirtualLink:
         self._free_at = -math.inf
         self._grammars = KnownGrammars()
         self._masks: MaskFile | None = None
-        engine.late_masks = None
+        engine.controller_masks = None
         engine.interrupts = self._flags = VirtualFlags()
         self._begun: tuple[Step, float] | None = None
-        """A step that waits for its late masks, and when it began."""
+        """A step that waits for masks of controllers, and when it began."""
         self._gives_way: dict[int, int] = {}
         """What the sequences of the last step that began held before it, if it gives way."""
         self._revoked: list[int] = []
@@ -764,7 +765,7 @@ class VirtualLink:
     def attach_masks(self, file: MaskFile) -> None:
         if file is not self._masks:
             self._masks = file
-            self.engine.late_masks = Masks(file)
+            self.engine.controller_masks = Masks(file)
 
     def masks_ready(self, number: int, rows: Mapping[int, int]) -> None:
         self._masks_ready = MasksReady(number, rows), trio.current_time()
@@ -926,12 +927,12 @@ class VirtualLink:
                 self._waiting.clear()
 
     def _waits_until(self) -> float:
-        """When the step that has begun gives its late masks up; -inf if it waits for none, or none has begun."""
+        """When the step that has begun gives up masks of controllers; -inf if it waits for none, or none has begun."""
         if self._begun is None:
             return math.inf
         step, began = self._begun
         inputs = [each for call in self._runner.inputs(step) for each in call]
-        if not any(sample.late_mask is not None for each in inputs for sample in each.samples):
+        if not any(sample.controller_mask is not None for each in inputs for sample in each.samples):
             return -math.inf
         n_tokens, n_samples = (
             sum(map(len, each)) for each in zip(*[(x.tokens, x.samples) for x in inputs], strict=True)

@@ -281,10 +281,10 @@ ROWS = {0: 0, 1: 1, 2: 2}
 
 
 def masked(seq_id: int, tokens: list[int], row: int) -> StepInput:
-    return StepInput(seq_id, 0, tokens, [SampleRequest(GREEDY, late_mask=row)])
+    return StepInput(seq_id, 0, tokens, [SampleRequest(GREEDY, controller_mask=row)])
 
 
-async def test_late_masks_decide_what_is_sampled(link, prompts, masks):
+async def test_controller_masks_decide_what_is_sampled(link, prompts, masks):
     [likeliest] = await alone(link, prompts[0], 1)
     wanted = [token for token in range(5, 50) if token != likeliest][:2]
     link.attach_masks(masks.file)
@@ -298,14 +298,14 @@ async def test_late_masks_decide_what_is_sampled(link, prompts, masks):
     assert output.tokens == (wanted[0], likeliest, wanted[1]), "each by its own row, and one without a row freely"
 
 
-async def test_late_masks_are_written_anew_for_each_step(link, prompts, masks):
+async def test_controller_masks_are_written_anew_for_each_step(link, prompts, masks):
     link.attach_masks(masks.file)
     tokens, position = prompts[0], 0
     for number, wanted in enumerate((7, 8, 9), 1):
         link.submit(
             Step(
                 (),
-                [[StepInput(0, position, tokens, [SampleRequest(GREEDY, late_mask=1)])]],
+                [[StepInput(0, position, tokens, [SampleRequest(GREEDY, controller_mask=1)])]],
                 number,
                 mask_timeout_ms=10_000,
             )
@@ -415,13 +415,13 @@ async def test_other_masks_take_the_place_of_the_first(link, prompts, masks):
     others.close()
 
 
-async def test_late_masks_and_grammars_in_one_step(link, prompts, masks, grammar):
+async def test_controller_masks_and_grammars_in_one_step(link, prompts, masks, grammar):
     key, source, expected = grammar
     link.define_grammar(key, source)
     link.attach_masks(masks.file)
     state = GrammarState(key, np.empty(0, np.int32))
     follows = StepInput(0, 0, prompts[0], [SampleRequest(GREEDY)], (), state)
-    both = StepInput(1, 0, prompts[0], [SampleRequest(GREEDY, late_mask=1)], (), state)
+    both = StepInput(1, 0, prompts[0], [SampleRequest(GREEDY, controller_mask=1)], (), state)
     link.submit(Step((), [[follows, masked(2, prompts[0], 0), both]], 1, mask_timeout_ms=20_000))
     masks.allow_only(0, 7)
     masks.allow_only(1, expected[0])

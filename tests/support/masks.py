@@ -1,4 +1,4 @@
-"""The writer's side of late masks."""
+"""The writer's side of controllers' masks."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ class Call:
         self.inputs = inputs
         self.samples = [sample for each in inputs for sample in each.samples]
         self.params = [each.params for each in self.samples]
-        self.mask_keys = {
-            row: sample.late_mask for row, sample in enumerate(self.samples) if sample.late_mask is not None
+        self.controller_keys = {
+            row: sample.controller_mask for row, sample in enumerate(self.samples) if sample.controller_mask is not None
         }
         """For each row of logits with a mask of a controller, the key of the mask."""
         self.are_plain = not [

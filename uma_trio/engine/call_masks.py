@@ -57,7 +57,7 @@ def masks_of(
         pending: masks of grammars.
         controller_masks: those that are attached.
     """
-    keys = call.mask_keys
+    keys = call.controller_keys
     if pending is None and not keys:
         return None
     ready = None

@@ -125,7 +125,7 @@ class LlamaEngine:
         self._settings = with_defaults(settings)
         self.fit: FitReport | None = None
         """How the settings were chosen; set by the caller that chose them."""
-        self.late_masks: Masks | None = None
+        self.controller_masks: Masks | None = None
         self._device_times: dict[bool, tuple[float, int]] = {}
         """Seconds that a GPU took for the last call that only decoded and for the last other one, and the rows of each."""
         self._last: Call | None = None
@@ -433,7 +433,7 @@ class LlamaEngine:
             if len(calls) == 1 and self._can_repeat(call):
                 self._last = call
             decoded, sampled = time.perf_counter(), NOTHING_SAMPLED
-            masks = masks_of(call, pending, step, self.late_masks, callbacks)
+            masks = masks_of(call, pending, step, self.controller_masks, callbacks)
             if samples:
                 sampled = self._sample(call, masks)
             forced = None

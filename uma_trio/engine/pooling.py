@@ -99,7 +99,7 @@ class PoolingEngine:
             stack.callback(model.close)
             self._adapters = LoadedAdapters(model, adapters, on_gpu=self._place.on_gpu)
             stack.pop_all()
-        self.late_masks: Masks | None = None
+        self.controller_masks: Masks | None = None
         self.interrupts: Interrupts | None = None
         self.is_async = False
         self._on_gpu = self._place.on_gpu

@@ -228,7 +228,9 @@ class StepRunner:
             return None
         last, tokens = self._sampled[seq_id]
         sample = last.samples[len(tokens) - 1]
-        ends = sample.late_mask is None and any(token in self._end_ids or token in last.stop_ids for token in tokens)
+        ends = sample.controller_mask is None and any(
+            token in self._end_ids or token in last.stop_ids for token in tokens
+        )
         if tokens[-1] < 0 or ends:
             return None
         following = _following(sample, tokens[-1:])
@@ -283,7 +285,7 @@ def _is_plain(each: StepInput) -> bool:
     if len(each.samples) != 1 or each.grammar is not None:
         return False
     [sample] = each.samples
-    return sample.past is None and sample.late_mask is None and not sample.params.is_adaptive
+    return sample.past is None and sample.controller_mask is None and not sample.params.is_adaptive
 
 
 def _after(each: StepInput, following: SampleRequest, n: int) -> StepInput:
@@ -334,7 +336,7 @@ class Worker:
         """Open descriptors of steps, by their numbers."""
         self._start: Start | None = None
         self._masks_ready: MasksReady | None = None
-        """The latest message that late masks of a step are written."""
+        """The latest message that the masks of controllers for a step are written."""
         self._steps: deque[SubmittedStep] = deque()
         self._revoked: list[Revoked] = []
         self._unsent: list[FromEngine] = []
@@ -533,9 +535,9 @@ class Worker:
     def _attach_masks(self, file: MaskFile) -> None:
         """Map the masks.  If that fails, all samples that wait for a mask get ``MASK_LATE``."""
         assert self.engine is not None
-        self.engine.late_masks = None
+        self.engine.controller_masks = None
         try:
-            self.engine.late_masks = Masks(file)
+            self.engine.controller_masks = Masks(file)
         except (OSError, ValueError) as error:
             log.error("the masks cannot be mapped: %s", error)
         finally:

@@ -1,4 +1,4 @@
-"""Late masks: biases of a step's samples, written into shared memory while the engine computes the logits.
+"""Masks of controllers: biases of a step's samples, written into shared memory while the engine computes the logits.
 
 A writer (the runtime of controllers) fills rows while ``llama_decode`` runs, and then has ``MasksReady`` sent.  The engine
 adds each row to the logits of its sample.  It maps the writer's memory, so nothing is copied.

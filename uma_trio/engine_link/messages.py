@@ -241,8 +241,8 @@ class SampleRequest(msgspec.Struct, array_like=True, gc=False):
     """What penalties look at: the tokens that end where the sampled one goes."""
     logprobs: int | None = None
     """Also report the log-probability of the token and of this many most likely ones."""
-    late_mask: int | None = None
-    """Wait for the late masks before sampling, and add the one of this key to the logits; see ``MasksReady``."""
+    controller_mask: int | None = None
+    """Wait for the masks of controllers before sampling, and add the one of this key to the logits; see ``MasksReady``."""
     breakers: Sequence[str] = ()
     """Texts that end a repetition, for DRY."""
 
@@ -337,8 +337,8 @@ Continued: TypeAlias = int
 """A sequence id in place of a ``StepInput``: the sequence goes on from the step before, which sampled for it.
 
 The input is the last token that the sequence got there, at the next position, sampled in the same way.  If one of its
-tokens has ended the sequence, the engine leaves the input out and reports ``DROPPED``.  No token ends a sequence with a late
-mask here: the process that writes its masks does."""
+tokens has ended the sequence, the engine leaves the input out and reports ``DROPPED``.  No token ends a sequence with the
+mask of a controller here: the controller does."""
 
 
 Input = TypeVar("Input")
@@ -378,8 +378,8 @@ class Step(msgspec.Struct, Generic[Input], array_like=True, tag="step"):
     sequences can be truncated."""
     n_passes: int = 1
     """How often the calls are computed, each time with the tokens of the time before (multi-step decoding).  If more than once,
-    each input has one sample, and the step has no operation, grammar, late mask or draft.  The output has ``n_passes`` tokens
-    for each input, one after another, ``DROPPED`` after one that ends its sequence.  A step whose flag (``Interrupts``) is set
+    each input has one sample, and the step has no operation, mask or draft.  The output has ``n_passes`` tokens for each
+    input, one after another, ``DROPPED`` after one that ends its sequence.  A step whose flag (``Interrupts``) is set
     ends after the pass that computes, or after its first one."""
     repeats: bool = False
     """Set by the worker: the calls are those of the step before, and each input goes on with the token that it got there.  So an
@@ -422,11 +422,11 @@ class AttachMasks(msgspec.Struct, array_like=True, tag="attach"):
 
 
 class MasksReady(msgspec.Struct, array_like=True, tag="masks"):
-    """The late masks of step ``number`` are in shared memory."""
+    """The masks of controllers for step ``number`` are in shared memory."""
 
     number: int
     rows: Mapping[int, int]
-    """Where each one is: ``SampleRequest.late_mask`` -> row; see ``engine_link.masks``.  Samples of other keys get
+    """Where each one is: ``SampleRequest.controller_mask`` -> row; see ``engine_link.masks``.  Samples of other keys get
     ``MASK_LATE``."""
 
 
@@ -630,7 +630,7 @@ class StepCallbacks(Protocol):
         """
 
     def wait_for_masks(self, number: int, timeout_ms: float) -> MasksReady | None:
-        """Block until the late masks of step ``number`` are there; ``None`` if the time is over before."""
+        """Block until the masks of controllers for step ``number`` are there; ``None`` if the time is over before."""
 
 
 class Engine(Protocol):
@@ -641,7 +641,7 @@ class Engine(Protocol):
 
     is_async: bool
     """``llama_decode`` returns while the device still computes, as on a GPU."""
-    late_masks: Masks | None
+    controller_masks: Masks | None
     """Masks of controllers, in shared memory; attached by the worker."""
     interrupts: Interrupts | None
     """Flags of steps that give way; attached by the worker."""

@@ -251,13 +251,13 @@ class EngineLink:
         self._interrupts.set(number)
 
     def attach_masks(self, file: MaskFile) -> None:
-        """Have the engine read late masks there; call it before each step that waits for masks."""
+        """Have the engine read the masks of controllers there; call it before each step that waits for masks."""
         if file is not self._masks:
             self._masks = file
             self._send(AttachMasks(file.n_rows, file.n_vocab), [file.fd])
 
     def masks_ready(self, number: int, rows: Mapping[int, int]) -> None:
-        """Tell the engine that the late masks of step ``number`` are there.
+        """Tell the engine that the masks of controllers for step ``number`` are there.
 
         Args:
             rows: where each one is, by the key of its sample.  Nothing is sampled for other keys.

@@ -51,7 +51,7 @@ class MaskedSteps:
         for answer in sampled:
             found = inputs[answer]
             if isinstance(found, StepInput):  # the others go on with the same key
-                found.samples[0].late_mask = control_of(answer).id
+                found.samples[0].controller_mask = control_of(answer).id
         plain = [answer for answer in step.rows if not answer.control.exists]
         if plain and not any(answer.sampling.grammar for answer in plain):
             message.mask_timeout_ms = SHORT_MASK_TIMEOUT_MS
