@@ -128,8 +128,9 @@ class LlamaEngine:
         self.controller_masks: Masks | None = None
         self._device_times: dict[bool, tuple[float, int]] = {}
         """Seconds that a GPU took for the last call that only decoded and for the last other one, and the rows of each."""
-        self._last: Call | None = None
-        """The call of the last step, if the batch has its rows and no others."""
+        self._repeatable: Call | None = None
+        """The call of the last step, if it had one alone and the batch still has its rows.  A step that ``repeats`` goes on
+        with it; each step takes it away when it begins, and only one that is complete leaves another."""
         self._positions = Positions()
         self.interrupts: Interrupts | None = None
         self._abort = llama_abi.AbortFlag()
@@ -407,8 +408,8 @@ class LlamaEngine:
         )
         outcome = self._kv_operations.apply(step.ops, self._context) if step.ops else NO_OUTCOME
         results = StepResults(step.number, started, embedded, outcome)
-        last, self._last = self._last, None
-        repeated = last if step.repeats else None
+        repeatable, self._repeatable = self._repeatable, None
+        repeated = repeatable if step.repeats else None
         calls = self._divided(step.calls) if repeated is None else step.calls
         unread: list[Sequence[StepInput]] = []
         """Calls that the device still computes."""
@@ -431,7 +432,7 @@ class LlamaEngine:
             self._wait(launched, unread, callbacks)
             unread.clear()
             if len(calls) == 1 and self._can_repeat(call):
-                self._last = call
+                self._repeatable = call
             decoded, sampled = time.perf_counter(), NOTHING_SAMPLED
             masks = masks_of(call, pending, step, self.controller_masks, callbacks)
             if samples:

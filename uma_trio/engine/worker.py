@@ -17,16 +17,16 @@ import select
 import socket
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 import msgspec
-import numpy as np
 
+from uma_trio.engine.last_step import LastStep, following_request
 from uma_trio.engine_link.interrupts import Interrupts
-from uma_trio.engine_link.kv_ops import KvOp, LoadState, SaveState, Truncate
+from uma_trio.engine_link.kv_ops import KvOp, LoadState, SaveState
 from uma_trio.engine_link.masks import MaskFile, Masks
 from uma_trio.engine_link.messages import (
     DROPPED,
@@ -49,7 +49,6 @@ from uma_trio.engine_link.messages import (
     Ready,
     Revoke,
     Revoked,
-    SampleRequest,
     SetThreads,
     Start,
     Step,
@@ -60,7 +59,7 @@ from uma_trio.engine_link.messages import (
     SubmittedStep,
     encode,
 )
-from uma_trio.engine_link.sampling import Past, TokenLogprobs
+from uma_trio.engine_link.sampling import TokenLogprobs
 
 log = logging.getLogger("uma_trio.engine")
 
@@ -89,26 +88,12 @@ class StepRunner:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._end_ids = frozenset(engine.info.eog_ids)
-        self._sampled: dict[int, tuple[StepInput, Sequence[int]]] = {}
-        """Sequence id -> its input of the last step, and the tokens that it got: accepted draft tokens and one more."""
-        self._mus: dict[int, float] = {}
-        """Sequence id -> state of mirostat after the last step."""
-        self._rejected: list[Truncate] = []
-        """For the next step: they remove the draft tokens that the last step rejected."""
-        self._next: dict[int, StepInput] = {}
-        """Sequence id -> its next input, if that depends on the last one and its token alone: one object, which each token
-        changes.  For other sequences ``_sampled`` has what the next input is made of."""
-        self._calls: Sequence[Sequence[StepInput]] = ()
-        """The inputs of the last step, if all of them are in ``_next`` as the next ones; otherwise empty."""
-        self._ids: Sequence[Sequence[int]] = ()
-        """The sequence ids of ``_calls``."""
-        self._last_number = 0
-        """Number of the last step; 0 if it failed, or before the first one."""
+        self._nothing_left = LastStep(frozenset(engine.info.eog_ids))
+        self._last = self._nothing_left
 
     def is_stale(self, step: SubmittedStep) -> bool:
         """Whether ``step`` ran ahead of a step that was not the last one, or that failed: it cannot be computed."""
-        return step.follows not in (0, self._last_number)
+        return step.follows not in (0, self._last.number)
 
     def run(self, step: SubmittedStep, **options: Any) -> StepOutput:
         """Compute ``step``, which is not stale.  Blocks until it is complete.
@@ -129,7 +114,7 @@ class StepRunner:
         following: SubmittedStep = Step((), ids, step.number)
         outputs, flags = [output], self._engine.interrupts
         while len(outputs) < step.n_passes and not (flags is not None and flags.is_set(step.number)):
-            if not self._calls and not any(map(self._continue, chain.from_iterable(ids))):
+            if not self._last.calls and not any(map(self._last.next_input, chain.from_iterable(ids))):
                 break
             outputs.append(self._run_once(following, **options))
         return _joined(outputs, step.n_passes)
@@ -147,8 +132,9 @@ class StepRunner:
             EngineError: the step failed, and it is unknown what the KV cache holds.
             StepInterrupted: its flag was set.  Steps that run ahead of it are stale.
         """
-        repeats = bool(self._calls) and step.calls == self._ids and not step.drafts
-        calls = self._calls if repeats else self.inputs(step)
+        last = self._last
+        repeats = bool(last.calls) and step.calls == last.ids and not step.drafts
+        calls = last.calls if repeats else self.inputs(step)
         kept = calls if repeats else [inputs for inputs in calls if inputs]
         dropped = not repeats and [*map(len, calls)] != [*map(len, step.calls)]
         drafted = None
@@ -156,9 +142,8 @@ class StepRunner:
             drafted = self._engine.draft(self._draft_inputs(step), step.min_draft_probability)
             drafts = {each.seq_id: each.tokens for each in drafted.drafts if each.tokens}
             kept = [[_with_drafts(each, drafts.get(each.seq_id, ())) for each in inputs] for inputs in kept]
-        ops = [*self._rejected, *step.ops] if self._rejected else step.ops
-        continued, self._next = self._next, {}
-        self._sampled, self._rejected, self._calls, self._last_number = {}, [], (), 0
+        ops = [*last.rejected, *step.ops] if last.rejected else step.ops
+        self._last = self._nothing_left
         runnable: Step[StepInput] = Step(
             ops, kept, step.number, 0, step.look_ahead, step.mask_timeout_ms, step.embeddings
         )
@@ -168,79 +153,19 @@ class StepRunner:
         if drafted is not None:
             output.drafted = drafted
             output.started_s -= drafted.ms / 1e3
-        self._last_number, self._mus = step.number, dict(output.mus)
-        if self._note([*chain.from_iterable(kept)], output.tokens, continued):
-            self._calls = kept
-            self._ids = self._ids if repeats else [[each.seq_id for each in inputs] for inputs in kept]
+        self._last = last.followed_by(step.number, kept, output)
         return self._with_dropped(step, kept, output) if dropped else output
 
     def inputs(self, step: SubmittedStep) -> Sequence[Sequence[StepInput]]:
         """The inputs of each call of ``step``, without sequences that ended in the step before."""
         return [
-            [known for each in inputs if (known := each if isinstance(each, StepInput) else self._continue(each))]
+            [
+                known
+                for each in inputs
+                if (known := each if isinstance(each, StepInput) else self._last.next_input(each))
+            ]
             for inputs in step.calls
         ]
-
-    def _note(self, inputs: Sequence[StepInput], tokens: Sequence[int], continued: Mapping[int, StepInput]) -> bool:
-        """Remember what the step has sampled; returns whether all inputs go on as they are.
-
-        Args:
-            inputs: of the step.
-            continued: ``_next`` before the step.
-        """
-        left, n_going_on = iter(tokens), 0
-        for each in inputs:
-            seq_id = each.seq_id
-            if continued.get(seq_id) is each:
-                token = next(left)
-                if token >= 0 and token not in self._end_ids and token not in each.stop_ids:
-                    self._next[seq_id] = each
-                    each.position += 1
-                    each.tokens = (token,)
-                    each.samples[0].n_before += 1
-                    n_going_on += 1
-            elif each.samples:
-                self._note_one(each, [next(left) for _ in each.samples])
-        return n_going_on == len(inputs)
-
-    def _note_one(self, each: StepInput, sampled: Sequence[int]) -> None:
-        """Remember the tokens that ``each`` got: draft tokens up to the first rejected one, and the token after them.
-
-        Args:
-            sampled: one token for each sample of ``each``.
-        """
-        n = 0
-        for n, draft in enumerate(each.tokens[len(each.tokens) - len(sampled) + 1 :], 1):
-            if sampled[n - 1] != draft:
-                n -= 1
-                break
-        self._sampled[each.seq_id] = each, sampled[: n + 1]
-        if n + 1 < len(sampled):
-            self._rejected.append(Truncate(each.seq_id, _end(each, n + 1)))
-        elif _is_plain(each) and (following := self._continue(each.seq_id)):
-            self._next[each.seq_id] = following
-
-    def _continue(self, seq_id: int) -> StepInput | None:
-        """The next input of a sequence, after the tokens of the last step; ``None`` if they ended it, or it got none."""
-        if known := self._next.get(seq_id):
-            return known
-        if seq_id not in self._sampled:
-            return None
-        last, tokens = self._sampled[seq_id]
-        sample = last.samples[len(tokens) - 1]
-        ends = sample.controller_mask is None and any(
-            token in self._end_ids or token in last.stop_ids for token in tokens
-        )
-        if tokens[-1] < 0 or ends:
-            return None
-        following = _following(sample, tokens[-1:])
-        if seq_id in self._mus:
-            following.params = sample.params.with_mu(self._mus[seq_id])
-        continued = _after(last, following, len(tokens))
-        continued.tokens = tokens[-1:]
-        if last.grammar is not None:
-            continued.grammar = last.grammar.after(tokens)
-        return continued
 
     def _draft_inputs(self, step: SubmittedStep) -> list[DraftInput]:
         """The inputs of the draft model.  Those of continued sequences get the tokens of the last step."""
@@ -249,9 +174,8 @@ class StepRunner:
         for each in step.drafts:
             if each.seq_id not in goes_on:
                 found.append(each)
-            elif self._continue(each.seq_id) is not None:
-                known = self._next.get(each.seq_id)
-                tokens = [*each.tokens, *(known.tokens if known else self._sampled[each.seq_id][1])]
+            elif self._last.next_input(each.seq_id) is not None:
+                tokens = [*each.tokens, *self._last.tokens_of(each.seq_id)]
                 found.append(DraftInput(each.seq_id, each.position, tokens, each.n_drafts, each.temperature))
         return found
 
@@ -275,39 +199,13 @@ def _joined(outputs: Sequence[StepOutput], n_passes: int) -> StepOutput:
     return msgspec.structs.replace(outputs[0], **joined)
 
 
-def _end(each: StepInput, n: int) -> int:
-    """Number of tokens that a sequence holds after ``each``, if only the first ``n`` samples are accepted."""
-    return each.position + len(each.tokens) - len(each.samples) + n
-
-
-def _is_plain(each: StepInput) -> bool:
-    """Whether the inputs that follow ``each`` differ in their tokens, their positions and the numbers of their draws alone."""
-    if len(each.samples) != 1 or each.grammar is not None:
-        return False
-    [sample] = each.samples
-    return sample.past is None and sample.controller_mask is None and not sample.params.is_adaptive
-
-
-def _after(each: StepInput, following: SampleRequest, n: int) -> StepInput:
-    """What the sequence goes on with after the first ``n`` samples of ``each``, without its token and its grammar."""
-    return StepInput(each.seq_id, _end(each, n), (), (following,), each.stop_ids, None, each.adapters)
-
-
-def _following(sample: SampleRequest, tokens: Sequence[int] = ()) -> SampleRequest:
-    """The request to sample what follows ``tokens``: the one that ``sample`` gave, or none without ``past``."""
-    past = sample.past
-    if past is not None:
-        past = Past(np.append(past.tokens, np.asarray(tokens, np.int32)), past.n_prompt)
-    return msgspec.structs.replace(sample, n_before=sample.n_before + 1, past=past)
-
-
 def _with_drafts(each: StepInput, drafts: Sequence[int]) -> StepInput:
     """``each`` with draft tokens after its own, and a sample for each of them."""
     if not drafts:
         return each
     samples = [*each.samples]
     for token in drafts:
-        samples.append(_following(samples[-1], [token]))
+        samples.append(following_request(samples[-1], [token]))
     return msgspec.structs.replace(each, tokens=[*each.tokens, *drafts], samples=samples)
 
 
