@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import enum
 import math
 from collections.abc import Callable, Sequence, Set
@@ -76,7 +75,10 @@ class State(enum.Enum):
 
 @attrs.define(eq=False, kw_only=True)
 class Answer:
-    """One answer and everything that changes while it is served.  Times are trio's clock, in seconds."""
+    """One answer and everything that changes while it is served.  Times are trio's clock, in seconds.
+
+    A fork takes over each argument that ``fork`` does not name.
+    """
 
     request: Generate
     prompt: Prompt
@@ -110,35 +112,36 @@ class Answer:
     exact_rows: int = 0
     """Most lost tokens of the answer in a chunk: ``ModelInfo.exact_rows``, if the answer promises an undisturbed text; 0: any
     number."""
-
-    state: State = State.WAITING
-    allocation: Allocation | None = None
-    """Its place in the KV cache, which also counts the tokens there."""
-    comparison: Comparison | None = None
-    """How its prompt compares with what the KV cache had when it got its first place."""
-    n_cached: int = 0
-    """Prompt tokens that did not have to be computed."""
     tokens: list[int] = attrs.field(factory=list)
     """Sampled so far."""
-    n_tokens_before_stop: int | None = None
-    """Tokens in front of the stop string that was found; only for sessions, which go on from there."""
-    n_replayed: int = 0
-    """Tokens of the answer that an earlier daemon has sampled."""
     text: AnswerText = attrs.field(
         default=attrs.Factory(lambda self: AnswerText(self._assembler(self.prompt.opens_reasoning)), takes_self=True)
     )
-    speculation: Speculation = attrs.field(factory=Speculation)
-    bounds: AnswerBounds = attrs.field(default=attrs.Factory(lambda self: self._bounds(), takes_self=True))
+
+    # What a fork does not take over: these fields are no arguments.
+    state: State = attrs.field(default=State.WAITING, init=False)
+    allocation: Allocation | None = attrs.field(default=None, init=False)
+    """Its place in the KV cache, which also counts the tokens there."""
+    comparison: Comparison | None = attrs.field(default=None, init=False)
+    """How its prompt compares with what the KV cache had when it got its first place."""
+    n_cached: int = attrs.field(default=0, init=False)
+    """Prompt tokens that did not have to be computed."""
+    n_tokens_before_stop: int | None = attrs.field(default=None, init=False)
+    """Tokens in front of the stop string that was found; only for sessions, which go on from there."""
+    n_replayed: int = attrs.field(default=0, init=False)
+    """Tokens of the answer that an earlier daemon has sampled."""
+    speculation: Speculation = attrs.field(factory=Speculation, init=False)
+    bounds: AnswerBounds = attrs.field(default=attrs.Factory(lambda self: self._bounds(), takes_self=True), init=False)
     place: PlaceState = attrs.field(
-        default=attrs.Factory(lambda self: PlaceState(self.times.arrived_at), takes_self=True)
+        default=attrs.Factory(lambda self: PlaceState(self.times.arrived_at), takes_self=True), init=False
     )
-    keep_computed: bool = True
+    keep_computed: bool = attrs.field(default=True, init=False)
     """What it computed may be kept for others; not of one that failed."""
-    n_steps: tuple[int, int] = (0, 0)
+    n_steps: tuple[int, int] = attrs.field(default=(0, 0), init=False)
     """Steps that have computed it alone, and together with others."""
-    energy_j: float | None = None
+    energy_j: float | None = attrs.field(default=None, init=False)
     """What it has taken of the energy that the machine counts; ``None``: nobody counts."""
-    done: trio.Event = attrs.field(factory=trio.Event)
+    done: trio.Event = attrs.field(factory=trio.Event, init=False)
     """Set after the last event."""
 
     # -- where it stands ------------------------------------------------------------------------
@@ -350,27 +353,22 @@ class Answer:
 
     def fork(self, index: int, control: Control, now: float) -> Answer:
         """A copy of it, of which nothing is in the KV cache yet, as answer ``index``; random numbers are its own."""
-        sampling, own, text = self.sampling, self.index or 0, self.text
+        sampling, own = self.sampling, self.index or 0
         params = sampling.params.with_seed((sampling.params.seed - own + index) % 2**63)
-        return Answer(
-            request=self.request,
-            prompt=self.prompt,
-            max_tokens=self.max_tokens,
+        return attrs.evolve(
+            self,
             sampling=attrs.evolve(sampling, params=params, history=sampling.history and sampling.history.copy()),
-            end_ids=self.end_ids,
-            sink=self.sink,
-            principal=self.principal,
-            priority=self.priority,
-            adapters=self.adapters,
             times=TokenTimes(now, admitted_at=now),
             due_at=now + self.target_itl_ms / 1e3,
-            target_itl_ms=self.target_itl_ms,
-            max_rows=self.max_rows,
+            deadline_at=math.inf,  # a forecast refuses requests, not forks; the request keeps the deadline
+            grace_s=0.0,  # as after a first token
             durable=False,
             index=index,
             control=control,
-            tokens=list(self.tokens),
-            text=AnswerText(copy.deepcopy(text.assembler), list(text.texts), logprobs=list(text.logprobs)),
+            record=None,  # it keeps one answer
+            exact_rows=0,
+            tokens=[*self.tokens],
+            text=self.text.copy(),
         )
 
     def cut_at_stop(self, n: int, token_to_bytes: Callable[[int], bytes]) -> None:

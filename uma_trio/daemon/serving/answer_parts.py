@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import Final
@@ -55,6 +56,14 @@ class AnswerText:
     """Tokens before the text that answers the last message of the user: those up to an inserted message."""
     _n_reasoning_before: int = attrs.field(default=0, init=False)
     """Tokens of reasoning among them."""
+
+    def copy(self) -> AnswerText:
+        """A copy that goes on by itself."""
+        copied = copy.copy(self)
+        copied.assembler = copy.deepcopy(self.assembler)
+        copied.texts, copied.reasoning_texts = [*self.texts], [*self.reasoning_texts]
+        copied.logprobs = [*self.logprobs]
+        return copied
 
     def answer_message(self, n_before: int, assembler: TextAssembler) -> None:
         """A message of the user was inserted: the text begins anew after the first ``n_before`` tokens."""
