@@ -489,8 +489,8 @@ async def test_an_engine_that_cannot_be_started_ends_no_detached_answer(autojump
     async with serving() as harness, harness.client() as client:
         await client.detach(id="a", **ASK)
         await trio.sleep(0.05)
-        harness.scheduler._fail_everything(ModelUnavailable("no memory"))
-        harness.scheduler._refusal = None
+        harness.scheduler._recovery.fail_everything(ModelUnavailable("no memory"))
+        harness.scheduler._recovery.refusal = None
         assert text(await attached(harness, "a")) == text_of(expected_continuation(PROMPT, 30))
 
 

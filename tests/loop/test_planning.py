@@ -26,7 +26,7 @@ from uma_trio.daemon.serving.offload import Offloader
 from uma_trio.daemon.serving.planning import NoStep, StepPlanner
 from uma_trio.daemon.serving.principals import Principals
 from uma_trio.daemon.serving.prompt_lookup import PromptLookup
-from uma_trio.daemon.serving.request import PreparedRequest, admit
+from uma_trio.daemon.serving.request import PreparedRequest, make_answers
 from uma_trio.daemon.serving.running import RunningSet, cache_for
 from uma_trio.daemon.serving.speculation import MAX_DECODES_WITH_DRAFTS, Speculator
 from uma_trio.daemon.serving.step import InFlightStep, PlannedStep, build_step, complete_step
@@ -86,7 +86,7 @@ class Planning:
         first = 1 + 1000 * self.n_steps + sum(len(each.prompt.tokens) for each in self.running)  # nothing is shared
         prompt = Prompt(np.arange(first, first + n_prompt, dtype=np.int32) % 900, "")
         request = Generate(id="1", prompt="", max_tokens=max_tokens)
-        [answer] = admit(PreparedRequest(request, prompt, Sink(), principal), self.info, CONFIG)
+        [answer] = make_answers(PreparedRequest(request, prompt, Sink(), principal), self.info, CONFIG)
         self.principals.arrived(principal)
         self.waiting.enter([answer])
         return answer
@@ -366,7 +366,9 @@ async def test_texts_to_embed_are_in_the_next_step_and_in_none_that_runs_ahead(p
 async def test_a_prompt_is_overdue_by_its_own_target_and_the_daemons(planning, target_ttft_ms):
     request = Generate(id="r", prompt="p", max_tokens=5, slo=Slo(target_ttft_ms=target_ttft_ms))
     world = planning()
-    [answer] = admit(PreparedRequest(request, Prompt(np.ones(9, np.int32), ""), Sink(), SOMEONE), world.info, CONFIG)
+    [answer] = make_answers(
+        PreparedRequest(request, Prompt(np.ones(9, np.int32), ""), Sink(), SOMEONE), world.info, CONFIG
+    )
     default_ms = CONFIG.scheduling.target_ttft_ms
     own_ms = default_ms if target_ttft_ms is None else target_ttft_ms
     now = trio.current_time()

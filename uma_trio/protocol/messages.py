@@ -12,7 +12,7 @@ Clients send a request (``Generate``), a ``Cancel`` or a query.  The daemon answ
 ===============  ==============================================
 
 The types hold the bounds that every daemon enforces, and no other module repeats them.  Limits that an operator can
-set are checked later, when a request is admitted.
+set are checked later, when the scheduler takes a request.
 
 Source: docs/PROTOCOL.md.
 """

@@ -51,7 +51,9 @@ class PreparedRequest:
     """When it is to be complete, on trio's clock."""
 
 
-def admit(prepared: PreparedRequest, info: ModelInfo, config: Config, *, saves_states: bool = False) -> list[Answer]:
+def make_answers(
+    prepared: PreparedRequest, info: ModelInfo, config: Config, *, saves_states: bool = False
+) -> list[Answer]:
     """The answers of a request that has just arrived: one for each of its ``n``.
 
     Args:

@@ -38,7 +38,8 @@ from uma_trio.daemon.serving.offload import InThread, Offloader
 from uma_trio.daemon.serving.output import send_prompt, send_tokens
 from uma_trio.daemon.serving.planning import NoStep, StepPlanner
 from uma_trio.daemon.serving.principals import Principals
-from uma_trio.daemon.serving.request import PreparedRequest, adapters_of, admit
+from uma_trio.daemon.serving.recovery import Recovery
+from uma_trio.daemon.serving.request import PreparedRequest, adapters_of, make_answers
 from uma_trio.daemon.serving.running import RunningSet, cache_for
 from uma_trio.daemon.serving.speculation import Speculator
 from uma_trio.daemon.serving.stats import Stats, adapters_in_use, backlog_of
@@ -51,11 +52,10 @@ from uma_trio.daemon.serving.step import (
 )
 from uma_trio.daemon.serving.waiting import WaitingQueue
 from uma_trio.daemon.store.memory_states import MemoryStates
-from uma_trio.engine_link.messages import EngineDied, LoadError, ModelInfo, Revoked, StepFailed, StepOutput
+from uma_trio.engine_link.messages import EngineDied, ModelInfo, Revoked, StepFailed, StepOutput
 from uma_trio.engine_link.tokens import TokenIds
 from uma_trio.errors import (
     AnswerNotFound,
-    DecodeFailed,
     KvFull,
     ModelUnavailable,
     QueueFull,
@@ -154,11 +154,19 @@ class Scheduler:
         )
         self.on_step: Callable[[], None] | None = None
         """Called in every tick, when what the KV cache holds may have changed."""
+        self._recovery = Recovery(
+            callbacks=self,
+            engine=engine,
+            steps=self._steps,
+            running=self._running,
+            offloader=self.offloader,
+            embeddings=self._embeddings,
+            bisection=self._bisection,
+        )
         self._wake = trio.Event()
         self._idle = trio.Event()
-        self._refusal: UmaError | None = None
-        self._stopping = False
-        self._stopped = False
+        self._has_ended = False
+        """``run`` serves nothing any more."""
 
     # -- called from outside, between ticks -----------------------------------------------------
 
@@ -173,7 +181,7 @@ class Scheduler:
             it is one, and the list grows with each fork.
 
         Raises:
-            UmaError: it cannot be served; see ``request.admit``.
+            UmaError: it cannot be served; see ``request.make_answers``.
             QueueFull, KvFull, TooManyRequests: too many wait already.
             ShuttingDown, ModelUnavailable: the scheduler accepts no requests.
         """
@@ -217,13 +225,13 @@ class Scheduler:
 
     def _enter(self, prepared: PreparedRequest) -> tuple[list[Answer], NewTokens | None]:
         """Accept a request.  Returns its answers, and what its log knows of the first one, if it knows something."""
-        if self._refusal is not None:
-            raise self._refusal
+        if self._recovery.refusal is not None:
+            raise self._recovery.refusal
         principal, record = prepared.principal, prepared.record
         self._principals.check_limit(principal, prepared.request.n)
         if prepared.controlled is not None:
             self._controllers.check(prepared.controlled)
-        answers = admit(prepared, self.info, self._config, saves_states=self.offloader.saves)
+        answers = make_answers(prepared, self.info, self._config, saves_states=self.offloader.saves)
         known = append_known(answers[0], record, self._token_to_bytes) if record is not None and record.known else None
         self._principals.arrived(principal)
         try:
@@ -235,7 +243,7 @@ class Scheduler:
         if prepared.controlled is not None:
             answers = self._controllers.add(answers[0], prepared.controlled)
         for answer in answers:
-            self._speculator.admitted(answer)
+            self._speculator.arrived(answer)
         return answers, known
 
     def embed(self, pending: PendingEmbeddings) -> None:
@@ -246,8 +254,8 @@ class Scheduler:
             QueueFull, TooManyRequests: too many wait already.
             ShuttingDown, ModelUnavailable: the scheduler accepts no requests.
         """
-        if self._refusal is not None:
-            raise self._refusal
+        if self._recovery.refusal is not None:
+            raise self._recovery.refusal
         pending.adapters = adapters_of(pending.request, self.info).scales
         self._principals.check_limit(pending.principal, 1)
         self._principals.arrived(pending.principal)
@@ -279,7 +287,8 @@ class Scheduler:
     def cancel(self, answer: Answer, reason: FinishReason | UmaError = "cancelled") -> None:
         """End ``answer`` now, if it has not ended.
 
-        Its last event is sent at once.  Its KV cells are freed at the end of the step in flight.
+        Its last event is sent at once.  Its KV cells are given back at once too, unless a step in flight computes it: then at the
+        end of that step.  Tokens that stay for others, those of a session, do not wait for a step that has begun.
         """
         if not answer.done.is_set():
             answer.times.cancelled_at = trio.current_time()
@@ -325,17 +334,17 @@ class Scheduler:
 
     def close(self, reason: UmaError | None = None) -> None:
         """Accept no more requests; those that were accepted go on."""
-        self._refusal = reason or ShuttingDown()
+        self._recovery.refusal = reason or ShuttingDown()
 
     def stop(self) -> None:
         """End all requests and the engine at once; ``run`` serves nothing afterwards."""
         self.close()
-        self._stopping = True
+        self._recovery.is_stopping = True
         self._engine.link.kill()
 
     async def wait_idle(self) -> None:
         """Wait until no request is left and all KV cells are freed, or ``run`` has ended."""
-        while self._is_busy and not self._stopped:
+        while self._is_busy and not self._has_ended:
             self._idle = trio.Event()
             await self._idle.wait()
 
@@ -367,8 +376,8 @@ class Scheduler:
     def health(self) -> list[HealthCheck]:
         """Whether another request could be served now.  Never waits for a tick."""
         link = self._engine.link
-        if isinstance(self._refusal, ModelUnavailable):
-            engine = HealthCheck(name="engine", ok=False, reason=str(self._refusal))
+        if isinstance(self._recovery.refusal, ModelUnavailable):
+            engine = HealthCheck(name="engine", ok=False, reason=str(self._recovery.refusal))
         elif not link.is_usable:
             engine = HealthCheck(name="engine", ok=False, reason=f"restarting: {link.reason or 'it has ended'}")
         else:
@@ -390,8 +399,11 @@ class Scheduler:
                 while True:
                     await self._tick()
         finally:
-            self._stopped = True
-            self._idle.set()
+            self._end()
+
+    def _end(self) -> None:
+        self._has_ended = True
+        self._idle.set()
 
     async def _tick(self) -> None:
         """Complete what the engine has answered, keep it busy, then serve the clients.
@@ -555,7 +567,7 @@ class Scheduler:
                 ahead.drop(new.answer)
             if new.reason is not None:  # so the next plan may use its cells; its client gets the tokens later
                 self._stop_computing(new.answer, new.reason)
-        self._free_finished(step)
+        self.free_finished(step)
         completed = CompletedStep(step, output, new_tokens, now)
         self._planner.completed(completed)
         if step.planned.gives_way:
@@ -579,7 +591,7 @@ class Scheduler:
             self._steps.lost_time.interrupted(1e3 * (now - step.began_at))
             self.telemetry.interrupted_steps_total += 1
             self._stats.end_of_work()
-        self._free_finished(step)
+        self.free_finished(step)
 
     # 2. submit what is planned
 
@@ -677,7 +689,7 @@ class Scheduler:
         else:
             self._free(answer)
 
-    def _free_finished(self, step: InFlightStep, *, failed: bool = False) -> None:
+    def free_finished(self, step: InFlightStep, *, failed: bool = False) -> None:
         """Give the cells of answers back that finished while ``step`` was in flight."""
         for answer in step.rows:
             if answer.state is State.FINISHED:
@@ -706,6 +718,16 @@ class Scheduler:
 
     # -- waiting, for the engine and for work ---------------------------------------------------
 
+    async def _recover(self, reason: str) -> None:
+        """The engine has failed: wait until it is there again.  Never returns after ``stop``."""
+        self._recovery.take_back(reason)
+        self._stats.end_of_work()
+        if self._recovery.is_stopping:
+            self._recovery.fail_everything(ShuttingDown())
+            self._end()
+            await trio.sleep_forever()
+        await self._recovery.restart_engine()
+
     async def _wait_for_work(self) -> None:
         async with trio.open_nursery() as nursery:
 
@@ -720,58 +742,6 @@ class Scheduler:
         self._wake = trio.Event()
         if self._engine.link.ended.is_set():
             await self._recover(self._engine.link.reason)
-
-    # -- recovery -------------------------------------------------------------------------------
-
-    async def _recover(self, reason: str) -> None:
-        """The KV cache is lost: bring the engine back, and prefill every answer again from its tokens.
-
-        The answers of the fatal step are retried in halves, until the one that kills the engine is alone.
-        """
-        suspects: dict[Answer, int] = {}
-        steps = self._steps.lost()
-        for step in steps:
-            if step.planned.transfer is not None:
-                self.offloader.complete(step.planned.transfer, None)
-            suspects |= {each: row.end for each, row in step.rows.items() if each.state is not State.FINISHED}
-        chunks = [step.planned.embedding for step in steps if step.planned.embedding is not None]
-        self._embeddings.lost(chunks[0] if chunks else None)
-        if not self._stopping:  # otherwise ``stop`` has ended it
-            log.error("the engine failed", reason=reason, answers=len(suspects), restarts=self._engine.restarts)
-        for step in steps:
-            self._free_finished(step, failed=True)
-        self._running.restart()
-        if self.on_step is not None:
-            self.on_step()
-        self._stats.end_of_work()
-        culprit = self._bisection.crashed(suspects)
-        if culprit is not None:
-            self.finish(culprit, DecodeFailed(f"this request made the engine fail twice: {reason}"))
-        await self._restart_engine()
-
-    async def _restart_engine(self) -> None:
-        """Restart the engine if it has died; where that fails for too long, tell the clients, and go on trying."""
-        if self._stopping:
-            self._fail_everything(ShuttingDown())
-            self._stopped = True
-            self._idle.set()
-            await trio.sleep_forever()
-        await self._engine.restart_until_ready(self._bisection.n_crashes, self._on_engine_unavailable)
-        if isinstance(self._refusal, ModelUnavailable):
-            self._refusal = None
-
-    def _on_engine_unavailable(self, error: LoadError, retry_s: float) -> None:
-        """Fail all requests, and refuse new ones until the engine runs."""
-        message = f"the model's engine cannot be started: {error}"
-        self._fail_everything(ModelUnavailable(message, retry_after_ms=round(1e3 * retry_s)))
-
-    def _fail_everything(self, error: UmaError) -> None:
-        if self._refusal is None or isinstance(self._refusal, ModelUnavailable):
-            self._refusal = error
-        for answer in [*self.answers()]:
-            self.finish(answer, type(error)(str(error)))
-        for pending in [*self._embeddings]:
-            self._embeddings.end(pending, type(error)(str(error)))
 
     # -- integrity ------------------------------------------------------------------------------
 

@@ -65,7 +65,7 @@ class Speculator:
 
     # -- the life of an answer -----------------------------------------------------------------
 
-    def admitted(self, answer: Answer) -> None:
+    def arrived(self, answer: Answer) -> None:
         """Let the draft model propose tokens of ``answer`` from the first one on, if it may."""
         if self._model is not None and self._is_allowed(answer):
             self._model.begin(answer)

@@ -283,7 +283,7 @@ class Sessions:
 
         With ``n_keep``, the oldest messages are dropped until the rest fits the context.  The session forgets them too:
         otherwise each turn of a long chat would take more time, memory and disk.  If no message can be dropped,
-        ``serving.request.admit`` drops tokens, as it does for a session of plain prompts.
+        ``serving.request.make_answers`` drops tokens, as it does for a session of plain prompts.
         """
         record, principal = session.record, session.record.key.principal
         if request.history == "replace":
