@@ -33,7 +33,7 @@ from uma_trio.daemon.serving.step import CompletedStep, InFlightStep, PlannedSte
 from uma_trio.daemon.serving.waiting import WaitingQueue
 from uma_trio.engine_link.attention import Attention, AttentionScan
 from uma_trio.engine_link.kv_ops import KvOp
-from uma_trio.engine_link.messages import ModelInfo
+from uma_trio.engine_link.messages import DraftInput, ModelInfo
 
 MASK_TIMEOUT_MS: Final = 10.0
 """An answer whose mask is not ready this long after the logits is left out, and computed again in a later step."""
@@ -102,26 +102,25 @@ class StepPlanner:
             embedding = self._next_chunk(urgent, prefills)
         if embedding is not None:
             starts_at += embedding.predicted_ms / 1e3
-        answers: Mapping[int, Answer] = self._running.by_seq_id()
-        look_ahead = not prefills and often_forced([answers[view.seq_id] for view in decodes])
-        chosen, answers = self._settle(self._plan(decodes, prefills, starts_at), answers)
-        draft_inputs = self._speculator.inputs(chosen, answers)
-        if self._speculator.has_model and not draft_inputs:
-            draft_inputs, draft_ms = self._speculator.catch_up(chosen, answers)
-            chosen = attrs.evolve(chosen, predicted_ms=chosen.predicted_ms + draft_ms)
+        by_seq_id: Mapping[int, Answer] = self._running.by_seq_id()
+        look_ahead = not prefills and often_forced([by_seq_id[view.seq_id] for view in decodes])
+        rows, answers = self._settle(self._plan(decodes, prefills, starts_at), by_seq_id)
+        draft_inputs, draft_ms = self._draft_inputs(rows, answers)
         ops: Sequence[KvOp] = self._running.cache.take_ops()
         if transfer is not None:
             ops = (*ops, transfer.op)
-        if not chosen.decodes and not chosen.chunks and not ops and embedding is None:
+        if not rows.decodes and not rows.chunks and not ops and embedding is None:
             return NoStep.NOTHING_READY
-        gives_way = transfer is None and embedding is None and not draft_inputs and self._gives_way(chosen, answers)
+        is_alone = transfer is None and embedding is None and not draft_inputs
+        gives_way = is_alone and self._gives_way(rows, answers)
         if embedding is not None:
-            service = chosen.state.service.charged(embedding.costs())
-            chosen = attrs.evolve(chosen, state=attrs.evolve(chosen.state, service=service))
-        elif not (ops or prefills or gives_way):
-            chosen = self._repeated(chosen, answers, starts_at)
+            chosen = _with_chunk(rows, embedding)
+        elif is_alone and not (ops or prefills or gives_way):
+            chosen = self._repeated(rows, answers, starts_at)
+        else:
+            chosen = rows
         return self._planned(
-            chosen,
+            attrs.evolve(chosen, predicted_ms=chosen.predicted_ms + draft_ms) if draft_ms else chosen,
             answers,
             ops,
             look_ahead=look_ahead,
@@ -242,6 +241,13 @@ class StepPlanner:
         assert answer.allocation is not None
         return self._running.cache.next_pause(answer.allocation)
 
+    def _draft_inputs(self, rows: Plan, answers: Mapping[int, Answer]) -> tuple[Sequence[DraftInput], float]:
+        """What the draft model computes next to ``rows``, and the milliseconds that the plan does not have yet."""
+        if not self._speculator.has_model:
+            return (), 0.0
+        inputs = self._speculator.inputs(rows, answers)
+        return (inputs, 0.0) if inputs else self._speculator.catch_up(rows, answers)
+
     def _next_chunk(self, decodes: Sequence[SequenceView], prefills: Sequence[SequenceView]) -> EmbeddingChunk | None:
         """The texts that the next step embeds, in the time that streams leave.  Prompts get half of that time."""
         had_chunk, self._had_chunk = self._had_chunk, False
@@ -325,6 +331,12 @@ class StepPlanner:
                 self._running.cache.settle(answer.allocation)
             chunks.append(attrs.evolve(chunk, seq_id=answer.allocation.seq_id))
         return attrs.evolve(chosen, chunks=tuple(chunks)), self._running.by_seq_id()
+
+
+def _with_chunk(rows: Plan, embedding: EmbeddingChunk) -> Plan:
+    """``rows``, with the texts to embed charged to their principals."""
+    service = rows.state.service.charged(embedding.costs())
+    return attrs.evolve(rows, state=attrs.evolve(rows.state, service=service))
 
 
 def _max_passes(answer: Answer, in_flight: InFlightStep | None) -> int:
