@@ -261,7 +261,7 @@ class Generation(ModelRequest):
         )
         if self.record is not None and answers[0].state is State.WAITING:
             self.record.pause()
-        log.debug("admitted", id=self.request.id, prompt_tokens=len(prompt.tokens))
+        log.debug("accepted", id=self.request.id, prompt_tokens=len(prompt.tokens))
         await self._wait(service, answers)
 
     async def _end_turn(self, service: ModelService, turn: SessionTurn) -> None:
