@@ -444,10 +444,10 @@ METRICS: Final[Mapping[str, Metric]] = {metric.path: metric for group in GROUPS.
 
 def find(snapshot: Mapping[str, Any], path: str) -> Any:
     """A field of a snapshot; ``None`` if the daemon has not measured it."""
-    found: Any = snapshot
+    value: Any = snapshot
     for key in path.split("."):
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
 
 
 def paths(snapshot: Mapping[str, Any], within: str = "") -> Iterator[str]:
@@ -460,7 +460,7 @@ def paths(snapshot: Mapping[str, Any], within: str = "") -> Iterator[str]:
             continue
         if path == "models.NAME.metrics":
             yield from paths(value)
-        elif any(each.startswith(path + ANY) for each in METRICS):
+        elif any(metric.startswith(path + ANY) for metric in METRICS):
             for inner in value.values():
                 yield from paths(inner, path + ANY)
         else:

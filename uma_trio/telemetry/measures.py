@@ -37,8 +37,8 @@ class RecentValues:
         """One value for each level in [0, 100]; ``None`` before the first measurement."""
         if levels not in self._cache:
             values = self._values[: self._count]
-            found = np.percentile(values, levels) if len(values) else [None] * len(levels)
-            self._cache[levels] = [None if value is None else round(float(value), 3) for value in found]
+            percentiles = np.percentile(values, levels) if len(values) else [None] * len(levels)
+            self._cache[levels] = [None if value is None else round(float(value), 3) for value in percentiles]
         return self._cache[levels]
 
     def snapshot(self, name: str) -> dict[str, float | None]:
@@ -108,19 +108,19 @@ class Histogram:
 
 def snapshot_of(counts: attrs.AttrsInstance) -> dict[str, Any]:
     """Plain numbers by name, of the public fields of ``counts``; ``None`` for figures without a measurement."""
-    found: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     for field in attrs.fields(type(counts)):
         name, value = field.name, getattr(counts, field.name)
         if name.startswith("_"):
             continue
         if isinstance(value, RecentValues):
-            found |= value.snapshot(name)
+            numbers |= value.snapshot(name)
         elif isinstance(value, Average):
-            found[f"{name}_avg"] = value.value
+            numbers[f"{name}_avg"] = value.value
         elif isinstance(value, Counter):
-            found[f"{name}_total"] = dict(value)
+            numbers[f"{name}_total"] = dict(value)
         elif isinstance(value, Histogram):
-            found[name] = value.snapshot()
+            numbers[name] = value.snapshot()
         elif value is None or isinstance(value, int | float):
-            found[name] = value
-    return found
+            numbers[name] = value
+    return numbers

@@ -82,10 +82,10 @@ class PrincipalMetrics:
         """
         for name in (names := [*running]):
             self.of(name)
-        found = {name: snapshot_of(counts) | {"running": 0} for name, counts in self._counts.items()}
+        by_name = {name: snapshot_of(counts) | {"running": 0} for name, counts in self._counts.items()}
         for name in names:
-            found[self._label(name)]["running"] += 1
-        return found
+            by_name[self._label(name)]["running"] += 1
+        return by_name
 
 
 @attrs.define

@@ -72,13 +72,13 @@ def explain(run: Run) -> dict[str, Any]:
     ticks = run.ticks
     wall_ms = 1e3 * (_end_s(ticks[-1]) - ticks[0].start_s) if ticks else 0.0
     computed = [tick for tick in ticks if tick.decode_calls]
-    found = _around_calls(ticks)
+    ms_by_cause = _around_calls(ticks)
     best: dict[str, float | None] = dict.fromkeys(BEST)
     if computed:
         in_calls, best = _calls(computed)
-        found |= {name: ms + found.get(name, 0.0) for name, ms in in_calls.items()}
-    found["not_recorded"] = max(0.0, wall_ms - sum(found.values()))
-    whole = sum(found.values()) or 1.0
+        ms_by_cause |= {name: ms + ms_by_cause.get(name, 0.0) for name, ms in in_calls.items()}
+    ms_by_cause["not_recorded"] = max(0.0, wall_ms - sum(ms_by_cause.values()))
+    whole = sum(ms_by_cause.values()) or 1.0
     return {
         "ticks": len(ticks),
         "missing_records": run.unreadable_lines + (run.trailer.dropped_records if run.trailer is not None else 0),
@@ -88,8 +88,8 @@ def explain(run: Run) -> dict[str, Any]:
             {
                 "cause": name,
                 "kind": cause.kind,
-                "seconds": round(found.get(name, 0.0) / 1e3, 6),
-                "share": round(found.get(name, 0.0) / whole, 4),
+                "seconds": round(ms_by_cause.get(name, 0.0) / 1e3, 6),
+                "share": round(ms_by_cause.get(name, 0.0) / whole, 4),
                 "remedy": cause.remedy,
             }
             for name, cause in CAUSES.items()
@@ -142,7 +142,7 @@ def _calls(ticks: Sequence[TickRecord]) -> tuple[dict[str, float], dict[str, flo
     decode_best, width = _widest_batch(decodes, rows, decode, is_plain if is_plain.any() else has_decodes)
     excess = np.maximum(0.0, decode - decode_best * rows)
     narrow = excess * _narrow_share(ticks, decodes, width)
-    found = {
+    ms_by_cause = {
         "prefill": at_best @ once,
         "decode": (decode - excess).sum(),
         "attention": parts.context.sum() + parts.prefill_attention @ once,
@@ -159,24 +159,25 @@ def _calls(ticks: Sequence[TickRecord]) -> tuple[dict[str, float], dict[str, flo
         best |= {"prefill_tokens_per_s": round(1e3 / prefill_best, 1), "prefill_tokens": round(chunk)}
     if decode_best > MIN_MS:
         best |= {"decode_tokens_per_s": round(1e3 / decode_best, 1), "decode_streams": round(width)}
-    return {name: float(ms) for name, ms in found.items()}, best
+    return {name: float(ms) for name, ms in ms_by_cause.items()}, best
 
 
 def _fastest_prefill(tokens: Floats, ms: Floats) -> tuple[float, float]:
     """Milliseconds for a prompt token in the fastest ticks, and how many of them these ticks have; or zeros."""
-    found = [
-        (float(ms[each].sum() / tokens[each].sum()), float(tokens[each].mean()))
-        for each in _classes(tokens, tokens > 0)
+    classes = [
+        (float(ms[in_class].sum() / tokens[in_class].sum()), float(tokens[in_class].mean()))
+        for in_class in _classes(tokens, tokens > 0)
     ]
-    return min(found, default=(0.0, 0.0))
+    return min(classes, default=(0.0, 0.0))
 
 
 def _widest_batch(decodes: Floats, rows: Floats, ms: Floats, selected: Flags) -> tuple[float, float]:
     """Milliseconds for a token in the widest batches among the ticks ``selected``, and their mean width; or zeros."""
-    found = [
-        (float(ms[each].sum() / rows[each].sum()), float(decodes[each].mean())) for each in _classes(decodes, selected)
+    classes = [
+        (float(ms[in_class].sum() / rows[in_class].sum()), float(decodes[in_class].mean()))
+        for in_class in _classes(decodes, selected)
     ]
-    return found[-1] if found else (0.0, 0.0)
+    return classes[-1] if classes else (0.0, 0.0)
 
 
 def _narrow_share(ticks: Sequence[TickRecord], decodes: Floats, width: float) -> Floats:
@@ -196,8 +197,8 @@ def _narrow_share(ticks: Sequence[TickRecord], decodes: Floats, width: float) ->
 def _classes(sizes: Floats, selected: Flags) -> list[Flags]:
     """The ``selected`` ticks by class of size, small ones first.  Without classes of few ticks, unless all have few."""
     kinds = size_class(sizes)
-    found = [selected & (kinds == kind) for kind in np.unique(kinds[selected])]
-    return [each for each in found if each.sum() >= MIN_TICKS] or found
+    classes = [selected & (kinds == kind) for kind in np.unique(kinds[selected])]
+    return [in_class for in_class in classes if in_class.sum() >= MIN_TICKS] or classes
 
 
 def _ms(value: float | None) -> float:

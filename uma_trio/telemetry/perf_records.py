@@ -159,15 +159,15 @@ class TickRecord(_Record, kw_only=True, tag="tick"):
         if passes == 1:
             return [self]
         pass_s = self.duration_ms / passes / 1e3
-        found = [msgspec.structs.replace(self, n_passes=1, start_s=self.start_s + n * pass_s) for n in range(passes)]
+        ticks = [msgspec.structs.replace(self, n_passes=1, start_s=self.start_s + n * pass_s) for n in range(passes)]
         for name in DIVIDED:
             if total := getattr(self, name):
-                for n, each in enumerate(found):
-                    setattr(each, name, _share(total, n, passes))
+                for n, tick in enumerate(ticks):
+                    setattr(tick, name, _share(total, n, passes))
         for name in BEFORE_PASSES:
-            for each in found[1:]:
-                setattr(each, name, None)
-        return found
+            for tick in ticks[1:]:
+                setattr(tick, name, None)
+        return ticks
 
 
 def _share(total: float, n: int, passes: int) -> float:
@@ -179,7 +179,7 @@ def fields_that_are(kind: Any, record: type[_Record] = TickRecord) -> tuple[str,
     """The fields of a record that have a kind, such as ``Summed``."""
     [word] = kind.__metadata__
     return tuple(
-        [each.name for each in msgspec.structs.fields(record) if word in getattr(each.type, "__metadata__", ())]
+        [field.name for field in msgspec.structs.fields(record) if word in getattr(field.type, "__metadata__", ())]
     )
 
 
@@ -290,9 +290,9 @@ class RecentRecords:
         """
         records = [rounded(record, self._origin_s) for record in self._records]
         plain = [msgspec.to_builtins(record) for record in records]
-        for each in plain:
-            each.pop("inter_token_ms", None)
-            each.pop("replay", None)
+        for record in plain:
+            record.pop("inter_token_ms", None)
+            record.pop("replay", None)
         dropped, self._dropped = self._dropped, 0
         self._records.clear()
         return plain, dropped

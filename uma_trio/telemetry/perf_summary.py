@@ -81,11 +81,11 @@ def column(records: Sequence[TickRecord] | Sequence[RequestRecord], name: str) -
 
 def quantiles(values: Floats) -> dict[str, Any]:
     """Count, p50, p95, p99 and maximum. NaN counts as not measured."""
-    found = values[~np.isnan(values)]
-    if not len(found):
+    measured = values[~np.isnan(values)]
+    if not len(measured):
         return {"n": 0, "p50": None, "p95": None, "p99": None, "max": None}
-    p50, p95, p99, top = [round(float(value), 4) for value in np.percentile(found, (50, 95, 99, 100))]
-    return {"n": len(found), "p50": p50, "p95": p95, "p99": p99, "max": top}
+    p50, p95, p99, top = [round(float(value), 4) for value in np.percentile(measured, (50, 95, 99, 100))]
+    return {"n": len(measured), "p50": p50, "p95": p95, "p99": p99, "max": top}
 
 
 def inter_token_ms(requests: Iterable[RequestRecord]) -> Floats:

@@ -45,13 +45,13 @@ class Comparison:
 
 def find(runs: Sequence[Run], request_id: str) -> Logged | None:
     """The last answer that the runs have for a replay, with this id of it or of its request."""
-    found, ids, n_alike = None, request_ids(request_id), 0
+    logged, ids, n_alike = None, request_ids(request_id), 0
     for run in runs:
         for record in run.requests:
             if record.id in ids and record.replay is not None:
                 n_alike += 1
-                found = Logged(header=run.header, record=record, replay=record.replay, n_alike=n_alike)
-    return found
+                logged = Logged(header=run.header, record=record, replay=record.replay, n_alike=n_alike)
+    return logged
 
 
 def compare(logged: Logged, again: Logged) -> Comparison:
@@ -63,29 +63,29 @@ def compare(logged: Logged, again: Logged) -> Comparison:
     if not before or not after:
         return Comparison(equal=False, n_tokens=n, causes=causes)
     at = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), min(len(before), len(after)))
-    was, now = (each[at] if at < len(each) else None for each in (before, after))
+    was, now = (tokens[at] if at < len(tokens) else None for tokens in (before, after))
     return Comparison(equal=False, n_tokens=n, differs_at=at, was=was, now=now, causes=causes)
 
 
 def _causes(logged: Logged, again: Logged) -> list[str]:
     """What was not as it had been; what a batch of another shape changes, comes last."""
     was, now = logged.header, again.header
-    found = [text for name, text in NAMES.items() if was.identity.get(name) != now.identity.get(name)]
+    causes = [text for name, text in NAMES.items() if was.identity.get(name) != now.identity.get(name)]
     if (was.llama_cpp, was.uma_trio) != (now.llama_cpp, now.uma_trio):
-        found.append(
+        causes.append(
             f"uma-trio {was.uma_trio} with llama.cpp {was.llama_cpp} was uma-trio {now.uma_trio} with {now.llama_cpp}"
         )
     if logged.replay.prompt_hash != again.replay.prompt_hash:
-        found.append("another prompt")
+        causes.append("another prompt")
     if logged.replay.sampling != again.replay.sampling or logged.replay.rules_hash != again.replay.rules_hash:
-        found.append("other sampling parameters or limits")
+        causes.append("other sampling parameters or limits")
     if again.replay.steps_shared:
-        found.append(f"the replay shared {again.replay.steps_shared} steps with other requests")
+        causes.append(f"the replay shared {again.replay.steps_shared} steps with other requests")
     if logged.replay.steps_shared:
-        found.append(
+        causes.append(
             f"{logged.replay.steps_shared} of its {logged.replay.steps_shared + logged.replay.steps_alone} steps computed "
             "other requests as well: a batch of another shape may round otherwise"
         )
     if logged.replay.cached_tokens:
-        found.append(f"{logged.replay.cached_tokens} tokens of its prompt came from the KV cache")
-    return found
+        causes.append(f"{logged.replay.cached_tokens} tokens of its prompt came from the KV cache")
+    return causes

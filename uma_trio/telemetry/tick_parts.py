@@ -101,12 +101,12 @@ def _non_negative_fit(work: Floats, ms: Floats) -> Floats:
     weighted = work / np.maximum(ms, MIN_MS)[:, np.newaxis]
     scales = np.linalg.norm(weighted, axis=0)
     scales[scales == 0] = 1.0
-    found, free = np.zeros(work.shape[1]), np.arange(work.shape[1])
+    scaled, free = np.zeros(work.shape[1]), np.arange(work.shape[1])
     while len(free):
         fitted = np.linalg.lstsq((weighted / scales)[:, free], np.minimum(1.0, ms / MIN_MS), rcond=None)[0]
         if fitted.min() >= 0:
-            found[free] = fitted
+            scaled[free] = fitted
             break
         free = np.delete(free, fitted.argmin())
-    coefficients: Floats = found / scales
+    coefficients: Floats = scaled / scales
     return coefficients
