@@ -144,7 +144,7 @@ class TokenList:
         """This answer as events that take a few milliseconds each to encode and to decode."""
         for start in range(0, max(1, len(self.tokens)), TOKENS_PER_EVENT):
             end = start + TOKENS_PER_EVENT
-            lists: dict[str, Any] = {name: each and each[start:end] for name, each in self._lists().items()}
+            lists: dict[str, Any] = {name: values and values[start:end] for name, values in self._lists().items()}
             text = None if start else self.text
             yield attrs.evolve(self, **lists, text=text, more=end < len(self.tokens))
 
@@ -152,8 +152,8 @@ class TokenList:
     def joined(events: Sequence[TokenList]) -> TokenList:
         """The answer that came as ``events``."""
         lists: dict[str, Any] = {
-            name: each if each is None else [*chain.from_iterable(event._lists()[name] or () for event in events)]
-            for name, each in events[0]._lists().items()
+            name: values if values is None else [*chain.from_iterable(event._lists()[name] or () for event in events)]
+            for name, values in events[0]._lists().items()
         }
         return attrs.evolve(events[0], **lists, more=False)
 

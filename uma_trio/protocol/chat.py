@@ -206,7 +206,7 @@ def check_tools(tools: Sequence[Tool], choice: ToolChoice) -> None:
         if tool.parameters.get("type", "object") != "object":
             raise BadRequest(f"{field}: the type must be object; arguments are an object", field=field)
     if len(names) < len(tools):
-        twice = next(tool.name for n, tool in enumerate(tools) if tool.name in {each.name for each in tools[:n]})
+        twice = next(tool.name for n, tool in enumerate(tools) if tool.name in {earlier.name for earlier in tools[:n]})
         raise BadRequest(f"tools has {twice!r} twice; each tool needs a name of its own", field="tools")
     if isinstance(choice, NamedTool) and choice.name not in names:
         raise BadRequest(
@@ -241,10 +241,12 @@ def check_json(value: Any, name: str, max_depth: int, max_bytes: int | None = No
         raise BadRequest(f"{name} has {size} bytes as JSON; the limit is {max_bytes}", field=name)
     level: list[Any] = [value if isinstance(value, dict | list) else [value]]
     for _ in range(max_depth):
-        items = [*chain.from_iterable(each.values() if type(each) is dict else each for each in level)]
+        items = [
+            *chain.from_iterable(container.values() if type(container) is dict else container for container in level)
+        ]
         kinds = set(map(type, items))
         ints, floats = (
-            items if kinds == {kind} else [each for each in items if type(each) is kind] if kind in kinds else []
+            items if kinds == {kind} else [number for number in items if type(number) is kind] if kind in kinds else []
             for kind in (int, float)
         )
         if bytes in kinds or not all(map(math.isfinite, floats)):

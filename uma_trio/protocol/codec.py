@@ -142,20 +142,20 @@ class ServerCodec:
                 return message
 
     def decoding(self) -> Generator[None, None, ClientMessage | None]:
-        found = self._frames.next_payload()
-        if found is None:
+        data = self._frames.next_payload()
+        if data is None:
             return None
-        encoding = payload.encoding_of(found)
+        encoding = payload.encoding_of(data)
         if self._only is None:
             self._latest = encoding
         elif encoding is not self._only:
             wrong = InvalidJson if self._only is Encoding.JSON else InvalidCbor
             raise wrong(f"this daemon runs with --protocol {self._only.value}")
         cost = JsonCost() if encoding is Encoding.JSON else CborCost()
-        for start in range(0, len(found), SLICE_BYTES):
-            cost.add(found[start : start + SLICE_BYTES])
+        for start in range(0, len(data), SLICE_BYTES):
+            cost.add(data[start : start + SLICE_BYTES])
             yield
-        fields = payload.decode(found, encoding)
+        fields = payload.decode(data, encoding)
         yield
         message = messages.parse(fields, self.files)
         if not isinstance(message, Cancel):
@@ -206,7 +206,7 @@ class ClientCodec:
             ProtocolError: the server violated the protocol.
         """
         try:
-            found = self._frames.next_payload()
+            data = self._frames.next_payload()
         except FrameTooLarge:
             if ERROR_LINE.startswith(self._frames.header):
                 raise InvalidJson(
@@ -214,9 +214,9 @@ class ClientCodec:
                     "without that, or talk to it with nc -U"
                 ) from None
             raise
-        if found is None:
+        if data is None:
             return None
-        return messages.decode_event(found)
+        return messages.decode_event(data)
 
     def encode(self, fields: dict[str, Any]) -> bytes:
         """Serialize a message, given as plain fields."""

@@ -103,26 +103,26 @@ MAX_NAMED: Final = 20
 
 def unknown_fields(fields: Mapping[str, Any], cls: type) -> list[str]:
     """A warning for each of ``fields`` that a message of the type ``cls`` does not have, those inside objects included."""
-    found = list(_unknown(fields, _type_info(cls), ""))
+    unknown = list(_unknown(fields, _type_info(cls), ""))
     shown = [
         f"the field {place + name[:100]!r} is not known and had no effect{did_you_mean(name, known, place)}"
-        for place, name, known in found[:MAX_NAMED]
+        for place, name, known in unknown[:MAX_NAMED]
     ]
-    more = len(found) - len(shown)
+    more = len(unknown) - len(shown)
     return [*shown, f"{more} more of them are not known"] if more else shown
 
 
 def did_you_mean(name: str, known: Iterable[str], place: str = "") -> str:
     """A question for the one of ``known`` that resembles ``name``, as the end of a sentence; empty if none does."""
     known = list(known)
-    begin_so = [each for each in known if len(name) > 2 and each.startswith(name)]
+    begin_so = [candidate for candidate in known if len(name) > 2 and candidate.startswith(name)]
     similar = begin_so or difflib.get_close_matches(name[:100], known, n=1)
     return f"; did you mean {place}{similar[0]}?" if similar else ""
 
 
 def _unknown(fields: Mapping[str, Any], type_: inspect.Type, place: str) -> Iterator[tuple[str, str, list[str]]]:
     """Place, name and known names of each.  Does not look into lists: there may be a million of items."""
-    types = [each for each in _members(type_) if isinstance(each, inspect.StructType | inspect.DataclassType)]
+    types = [member for member in _members(type_) if isinstance(member, inspect.StructType | inspect.DataclassType)]
     if len(types) != 1:
         return
     known = {field.encode_name: field.type for field in types[0].fields}
@@ -146,7 +146,7 @@ def _type_info(cls: type) -> inspect.Type:
 def _walk(type_: inspect.Type, steps: list[tuple[str | None, ...]]) -> inspect.Type:
     """The type at the end of ``steps``; any type, if they cannot be followed."""
     for name, _, _ in steps:
-        members = [next_ for each in _members(type_) if (next_ := _next(each, name)) is not None]
+        members = [next_ for member in _members(type_) if (next_ := _next(member, name)) is not None]
         if not members:
             return inspect.AnyType()
         type_ = members[0]
@@ -167,8 +167,8 @@ def _members(type_: inspect.Type) -> Iterator[inspect.Type]:
     """The types of a union; otherwise the type itself."""
     type_ = _without_metadata(type_)
     if isinstance(type_, inspect.UnionType):
-        for each in type_.types:
-            yield from _members(each)
+        for member in type_.types:
+            yield from _members(member)
     else:
         yield type_
 
@@ -199,8 +199,10 @@ def _value_at(value: Any, steps: list[tuple[str | None, ...]]) -> object:
 
 def _described(type_: inspect.Type, value: object = UNKNOWN) -> str:
     """What a value of this type is.  ``value`` is one that it is not."""
-    found = [_described_one(each, value) for each in _members(type_) if not isinstance(each, inspect.NoneType)]
-    return " or ".join(dict.fromkeys(found)) or "null"
+    descriptions = [
+        _described_one(member, value) for member in _members(type_) if not isinstance(member, inspect.NoneType)
+    ]
+    return " or ".join(dict.fromkeys(descriptions)) or "null"
 
 
 def _described_one(type_: inspect.Type, value: object) -> str:
@@ -219,7 +221,9 @@ def _described_one(type_: inspect.Type, value: object) -> str:
             shown = [f"'{value}'" if isinstance(value, str) else str(value) for value in values]
             return f"one of {', '.join(shown)}" if len(shown) > 1 else shown[0]
         case inspect.ListType():
-            items = " or ".join(dict.fromkeys(PLURALS.get(type(each), "items") for each in _members(type_.item_type)))
+            items = " or ".join(
+                dict.fromkeys(PLURALS.get(type(member), "items") for member in _members(type_.item_type))
+            )
             lengths = _lengths(type_, items)
             return f"a list{lengths}" if lengths else f"a list of {items}"
         case inspect.DictType():

@@ -209,20 +209,20 @@ def next_step(own: SessionLease, answers: Answers, before: Answers) -> Next:
         own: the answer to the claim: ``absent``, ``giving`` or ``gone``.
         before: the answers of the round before, if there was one.
     """
-    found = {peer: answer for peer, answer in answers.items() if answer is not None and answer.state != "self"}
-    epoch = 1 + max([own.epoch, *[answer.epoch for answer in found.values()]])
-    held = [(answer.epoch, peer) for peer, answer in found.items() if answer.state == "held"]
+    by_peer = {peer: answer for peer, answer in answers.items() if answer is not None and answer.state != "self"}
+    epoch = 1 + max([own.epoch, *[answer.epoch for answer in by_peer.values()]])
+    held = [(answer.epoch, peer) for peer, answer in by_peer.items() if answer.state == "held"]
     if held:  # it alone may write, whatever the others say
         seen, peer = max(held)
-        return Wait(is_busy=True) if found[peer].busy else Take(peer, seen, epoch)
-    if any(answer.state == "claimed" for answer in found.values()):
+        return Wait(is_busy=True) if by_peer[peer].busy else Take(peer, seen, epoch)
+    if any(answer.state == "claimed" for answer in by_peer.values()):
         return Wait()
     if silent := [peer for peer, answer in answers.items() if answer is None]:
         return Unreachable(silent)
-    given = {peer: (answer.state, answer.epoch) for peer, answer in found.items() if answer.state != "absent"}
+    given = {peer: (answer.state, answer.epoch) for peer, answer in by_peer.items() if answer.state != "absent"}
     if given != {peer: (answer.state, answer.epoch) for peer in given if (answer := before.get(peer)) is not None}:
         return AskAgain()
-    copies = [(answer.epoch, peer) for peer, answer in found.items() if answer.state == "giving"]
+    copies = [(answer.epoch, peer) for peer, answer in by_peer.items() if answer.state == "giving"]
     if own.state == "giving":
         copies.append((own.epoch, ""))
     if not copies or max(copies)[0] < epoch - 1:  # a later holder has closed it

@@ -458,13 +458,13 @@ class SamplingValues:
 def _rows(cls: type) -> tuple[Any, ...]:
     """The rows that the fields of ``cls`` declare."""
     hints = typing.get_type_hints(cls)
-    found = []
-    for each in attrs.fields(cls):
-        hint = hints[each.name]
+    rows = []
+    for attribute in attrs.fields(cls):
+        hint = hints[attribute.name]
         parts = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
         kinds = tuple(part for part in parts if part is not types.NoneType)
-        found.append(attrs.evolve(each.metadata["row"], name=each.name, kinds=kinds))
-    return tuple(found)
+        rows.append(attrs.evolve(attribute.metadata["row"], name=attribute.name, kinds=kinds))
+    return tuple(rows)
 
 
 def _with_flag(row: Parameter) -> Parameter:
@@ -491,9 +491,9 @@ def with_fields(rows: Sequence[Field], field: Callable[[Any], Any]) -> Callable[
 
     def extended(cls: T) -> T:
         fields = {row.name: field(row) for row in rows}
-        found: Any = attrs.make_class(cls.__name__, fields, bases=(cls,), frozen=True, slots=True, kw_only=True)
-        found.__doc__, found.__module__, found.__qualname__ = cls.__doc__, cls.__module__, cls.__qualname__
-        return found  # type: ignore[no-any-return]
+        made: Any = attrs.make_class(cls.__name__, fields, bases=(cls,), frozen=True, slots=True, kw_only=True)
+        made.__doc__, made.__module__, made.__qualname__ = cls.__doc__, cls.__module__, cls.__qualname__
+        return made  # type: ignore[no-any-return]
 
     return extended
 

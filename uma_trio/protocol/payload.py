@@ -81,14 +81,14 @@ def _decode_json(payload: bytes) -> dict[str, Any]:
     if not payload:
         raise InvalidJson("the payload is empty")
     try:
-        found = _json_decoder.decode(payload)
+        fields = _json_decoder.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise InvalidJson(str(error)) from None
     except RecursionError:
         raise InvalidJson("the payload is nested too deeply") from None
-    if not isinstance(found, dict):
+    if not isinstance(fields, dict):
         raise InvalidJson("the payload is not an object")
-    return found
+    return fields
 
 
 def _refuse_tag(*_: object) -> NoReturn:
@@ -140,14 +140,14 @@ def _decode_cbor(payload: bytes) -> dict[str, Any]:
     if not _at_map(stream):
         raise InvalidCbor("the payload is not a map")
     try:
-        found = _decode_fields(stream, decoder)
+        fields = _decode_fields(stream, decoder)
     except (cbor2.CBORDecodeError, RecursionError, OverflowError, MemoryError) as error:
         cause = error.__cause__ if isinstance(error.__cause__, InvalidCbor) else error
         raise InvalidCbor(str(cause) or type(cause).__name__) from None
     if stream.tell() != len(payload):
         raise InvalidCbor("more bytes follow the map")
-    _check_plain(found)
-    return found
+    _check_plain(fields)
+    return fields
 
 
 def _decode_fields(stream: io.BytesIO, decoder: cbor2.CBORDecoder) -> dict[str, Any]:
@@ -155,28 +155,28 @@ def _decode_fields(stream: io.BytesIO, decoder: cbor2.CBORDecoder) -> dict[str, 
 
     cbor2 decodes each value at once, except maps by token id: it would refuse their integer keys.
     """
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for _ in _pairs(stream):
         name = decoder.decode()
         if type(name) is not str:
             raise InvalidCbor("the keys of the payload must be text")
-        if name in found:
+        if name in fields:
             raise InvalidCbor("the payload contains the same key twice")
         by_token = name in TOKEN_MAPS and _at_map(stream)
-        found[name] = _decode_token_map(name, stream, decoder) if by_token else decoder.decode()
-    return found
+        fields[name] = _decode_token_map(name, stream, decoder) if by_token else decoder.decode()
+    return fields
 
 
 def _decode_token_map(name: str, stream: io.BytesIO, decoder: cbor2.CBORDecoder) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for _ in _pairs(stream):
         token = decoder.decode()
         if type(token) not in (int, str):
             raise InvalidCbor(f"the keys of {name} must be token ids, as integers or as text")
-        if str(token) in found:
+        if str(token) in values:
             raise InvalidCbor(f"{name} contains the same token twice")
-        found[str(token)] = decoder.decode()
-    return found
+        values[str(token)] = decoder.decode()
+    return values
 
 
 def _at_map(stream: io.BytesIO) -> bool:
@@ -229,16 +229,16 @@ _CONTAINERS: Final = frozenset({dict, list})
 _PLAIN: Final = _CONTAINERS | {str, int, float, bool, bytes, type(None)}
 
 
-def _check_plain(found: dict[Any, Any]) -> None:
+def _check_plain(fields: dict[Any, Any]) -> None:
     """Refuse values of other types.
 
     Looks at the set of types at each depth, not at each value or container: a frame of a million small numbers, or of
     a million empty lists, is checked without a call for each.
     """
-    level: list[Any] = [found]
+    level: list[Any] = [fields]
     while level:
-        maps = [each for each in level if type(each) is dict]
-        lists = [each for each in level if type(each) is list]
+        maps = [container for container in level if type(container) is dict]
+        lists = [container for container in level if type(container) is list]
         if not _TEXT.issuperset(map(type, chain.from_iterable(maps))):
             raise InvalidCbor("the keys of a map must be text")
         items = [*chain.from_iterable(lists), *chain.from_iterable(map(dict.values, maps))]
@@ -246,4 +246,4 @@ def _check_plain(found: dict[Any, Any]) -> None:
         if not kinds <= _PLAIN:
             strange = min(kind.__name__ for kind in kinds - _PLAIN)
             raise InvalidCbor(f"a value of type {strange} is not part of the protocol")
-        level = [] if kinds.isdisjoint(_CONTAINERS) else [each for each in items if each and type(each) in _CONTAINERS]
+        level = [] if kinds.isdisjoint(_CONTAINERS) else [item for item in items if item and type(item) in _CONTAINERS]

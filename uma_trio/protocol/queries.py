@@ -78,7 +78,7 @@ API_PREFIXES: Final = ("chatcmpl-", "cmpl-", "msg_", "resp_")
 
 def request_ids(given: str) -> set[str]:
     """The ids that a request may have whose id, or the id of whose answer, is ``given``."""
-    return {given, *[given.removeprefix(each) for each in API_PREFIXES]}
+    return {given, *[given.removeprefix(prefix) for prefix in API_PREFIXES]}
 
 
 @attrs.frozen(kw_only=True)

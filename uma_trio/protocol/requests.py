@@ -100,7 +100,7 @@ class Constraint:
     @property
     def has_own_start(self) -> bool:
         """Whether it says itself where it begins, so that separate reasoning cannot come before it."""
-        return any(each is not None for each in (self.lark, self.gbnf, self.after))
+        return any(rules is not None for rules in (self.lark, self.gbnf, self.after))
 
 
 CONSTRAINT_KINDS: Final = ("json_schema", "json_object", "regex", "lark", "gbnf", "choice")

@@ -147,8 +147,8 @@ class Generation:
         """How an answer was generated that was begun in one way, and continued in this one."""
         usage, earlier = self.usage, begun.usage
         moved = [
-            attrs.evolve(each, after_tokens=earlier.completion_tokens + each.after_tokens)
-            for each in self.insertions or ()
+            attrs.evolve(insertion, after_tokens=earlier.completion_tokens + insertion.after_tokens)
+            for insertion in self.insertions or ()
         ]
         return Generation(
             reason=self.reason,
@@ -177,6 +177,6 @@ def _sum(a: _N | None, b: _N | None) -> _N | None:
 
 def _common_rate(*parts: Generation) -> float | None:
     """Tokens a second of several answers, one after another; ``None`` if none has a rate."""
-    rates = [(each.usage.completion_tokens - 1, each.timings.tokens_per_s) for each in parts]
+    rates = [(part.usage.completion_tokens - 1, part.timings.tokens_per_s) for part in parts]
     seconds = sum(n / rate for n, rate in rates if rate)
     return sum(n for n, rate in rates if rate) / seconds if seconds else None
