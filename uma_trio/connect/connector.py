@@ -62,7 +62,7 @@ class Connector:
             NoDaemon: no daemon can be reached.
         """
         try:
-            found = _connect(self.path)
+            sock = _connect(self.path)
         except OSError as error:
             failure = explain(self.path, error)
             if not self._waits_for(failure, now):
@@ -71,9 +71,9 @@ class Connector:
                 self._on_loading(self.path)
                 self._on_loading = None
             return START_RETRY_S
-        if found is not None:
-            _check_owner(self.path, found)
-            return found
+        if sock is not None:
+            _check_owner(self.path, sock)
+            return sock
         if self._queue_began is None:
             self._queue_began = now
         if now - self._queue_began > QUEUE_TIMEOUT_S:
@@ -95,20 +95,20 @@ def connect_blocking(
         NoDaemon: no daemon can be reached.
     """
     connector = Connector(path, wait_s=wait_s, loading_timeout_s=loading_timeout_s, now=time.monotonic())
-    while isinstance(found := connector.attempt(time.monotonic()), float):
-        time.sleep(found)
-    found.setblocking(True)
-    return found
+    while isinstance(outcome := connector.attempt(time.monotonic()), float):
+        time.sleep(outcome)
+    outcome.setblocking(True)
+    return outcome
 
 
 def can_connect(path: Path) -> bool:
     """Whether somebody listens at ``path``.  Does not block."""
     try:
-        found = _connect(path)
+        sock = _connect(path)
     except OSError:
         return False
-    if found is not None:  # otherwise the queue of new connections is full
-        found.close()
+    if sock is not None:  # otherwise the queue of new connections is full
+        sock.close()
     return True
 
 
