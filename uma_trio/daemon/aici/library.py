@@ -47,17 +47,17 @@ async def answer(
             return [Controllers(id=query.id, deleted=await runtime.remove(removal, auth))]
         case "modules":
             modules = await runtime.get_modules(query.owner, auth)
-            records = [ControllerModule(**msgspec.structs.asdict(each)) for each in modules]
+            records = [ControllerModule(**msgspec.structs.asdict(module)) for module in modules]
             return _events(records, lambda part, more: Controllers(id=query.id, modules=[*part], more=more))
     if query.module_id is not None:
         tags = await runtime.set_tags(query.module_id, query.tags or [], auth)
     else:
         tags = await runtime.get_tags(auth)
-    infos = [ControllerTag(**msgspec.structs.asdict(each)) for each in tags]
+    infos = [ControllerTag(**msgspec.structs.asdict(tag)) for tag in tags]
     return _events(infos, lambda part, more: Controllers(id=query.id, tags=[*part], more=more))
 
 
-def _events(found: Sequence[T], make: Callable[[Sequence[T], bool], Controllers]) -> Iterator[Controllers]:
+def _events(records: Sequence[T], make: Callable[[Sequence[T], bool], Controllers]) -> Iterator[Controllers]:
     """Events with some of ``found`` each; at least one."""
-    for at in range(0, max(1, len(found)), PER_EVENT):
-        yield make(found[at : at + PER_EVENT], at + PER_EVENT < len(found))
+    for at in range(0, max(1, len(records)), PER_EVENT):
+        yield make(records[at : at + PER_EVENT], at + PER_EVENT < len(records))

@@ -310,15 +310,15 @@ class RuntimeLink:
 
         def take(data: bytes) -> None:
             try:
-                found = decode_answer(data, kind)
+                reply = decode_answer(data, kind)
             except BadMessage as error:
                 self.kill(str(error))
                 failed(self.reason)
                 return
-            if isinstance(found, Ok):
-                answered(found.data)
+            if isinstance(reply, Ok):
+                answered(reply.data)
             else:
-                failed(found.error)
+                failed(reply.error)
 
         self._main_call = _Call(limit_s, take, lambda: failed(self.reason))
         try:
@@ -376,16 +376,16 @@ class RuntimeLink:
         if not answers:
             raise ControllerUnavailable(f"the runtime of controllers has ended: {self.reason}")
         try:
-            found = decode_answer(answers[0], kind)
+            reply = decode_answer(answers[0], kind)
         except BadMessage as error:
             raise ControllerUnavailable(f"the runtime of controllers: {error}") from None
-        if isinstance(found, Ok):
-            return found.data
-        if isinstance(found, Error) and NO_MODULE.match(found.error):
-            raise ControllerNotFound(found.error, field="controller")
-        if not isinstance(found, Error) or not found.is_user_error:
-            raise ControllerUnavailable(f"the runtime of controllers: {found.error}")
-        raise ControllerFailed(readable_error(found.error))
+        if isinstance(reply, Ok):
+            return reply.data
+        if isinstance(reply, Error) and NO_MODULE.match(reply.error):
+            raise ControllerNotFound(reply.error, field="controller")
+        if not isinstance(reply, Error) or not reply.is_user_error:
+            raise ControllerUnavailable(f"the runtime of controllers: {reply.error}")
+        raise ControllerFailed(readable_error(reply.error))
 
     async def _send_side(self, request: SideRequest, rid: str, auth: Auth | None) -> None:
         """Send it as soon as the runtime has taken the message before; gives up if the runtime ends.
@@ -449,7 +449,7 @@ class RuntimeLink:
         """
         while True:
             await trio.sleep(WATCH_S)
-            calls = [each for each in (self._main_call, *self._side_calls.values()) if each is not None]
+            calls = [call for call in (self._main_call, *self._side_calls.values()) if call is not None]
             for call in calls:
                 call.waited_s += WATCH_S
                 if call.waited_s > call.limit_s + HANG_S:

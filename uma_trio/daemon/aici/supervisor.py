@@ -175,12 +175,12 @@ class SupervisedRuntime:
         """See ``ControllerRuntime``."""
         request = PostPreProcess([*post], [*pre], [*freed])
         post_ids, pre_ids = [op.id for op in post], [op.id for op in pre]
-        return self._exchange(request, PostPreAnswer, lambda found: self._check.post_pre(found, post_ids, pre_ids))
+        return self._exchange(request, PostPreAnswer, lambda reply: self._check.post_pre(reply, post_ids, pre_ids))
 
     def mid(self, ops: Sequence[MidOp]) -> Exchange[MidResults]:
         """See ``ControllerRuntime``."""
         ids = [op.id for op in ops]
-        return self._exchange(MidProcess([*ops]), MidAnswer, lambda found: self._check.mid(found, ids))
+        return self._exchange(MidProcess([*ops]), MidAnswer, lambda reply: self._check.mid(reply, ids))
 
     def _exchange(
         self, request: PostPreProcess | MidProcess, kind: type[T], check: Callable[[T], Any]
@@ -193,7 +193,7 @@ class SupervisedRuntime:
             request,
             kind,
             self._limit_s,
-            lambda found: exchange.finish(check(found)),
+            lambda reply: exchange.finish(check(reply)),
             lambda reason: exchange.finish(failure=reason),
         )
         return exchange
