@@ -125,9 +125,9 @@ def append_known(answer: Answer, record: AnswerRecord, token_to_bytes: TokenToBy
         new.changes.append(change)
         _set_bounds(answer, change)
         at = change.after_tokens
-        for each in change.insertions:
-            _replay_insertion(new, each, known[at : at + each.tokens], change, token_to_bytes)
-            at += each.tokens
+        for insertion in change.insertions:
+            _replay_insertion(new, insertion, known[at : at + insertion.tokens], change, token_to_bytes)
+            at += insertion.tokens
         _conclude(new, change)
     _replay(new, known[at:], token_to_bytes)
     if new.reason is None and at_end_of_sentence(answer, token_to_bytes):
@@ -198,5 +198,5 @@ def _replay_insertion(
 
 def _extend(new: NewTokens, tokens: Sequence[int], *, may_end: bool = True) -> None:
     if new.reason is None and tokens:
-        found = append_tokens(new.answer, tokens, (), None, may_end=may_end)
-        new.tokens, new.reason = [*new.tokens, *found.tokens], found.reason
+        appended = append_tokens(new.answer, tokens, (), None, may_end=may_end)
+        new.tokens, new.reason = [*new.tokens, *appended.tokens], appended.reason

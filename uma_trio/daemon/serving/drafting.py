@@ -141,12 +141,12 @@ class DraftModel:
         room = self._max_batch
         if self.cost.token_ms:
             room = min(room, max(self._max_missing, int((time_ms - self.cost.call_ms) / self.cost.token_ms)))
-        found = []
+        inputs = []
         for answer in answers:
             if room > 0:
-                found.append(self.input(answer, 0, room))
-                room -= len(found[-1].tokens)
-        return found
+                inputs.append(self.input(answer, 0, room))
+                room -= len(inputs[-1].tokens)
+        return inputs
 
     def input(self, answer: Answer, n_drafts: int, room: int = MAX_MISSING) -> DraftInput:
         """The next ``room`` missing tokens of ``answer``, and how many drafts follow."""
@@ -159,10 +159,10 @@ class DraftModel:
 
     def undo(self, planned: PlannedStep) -> None:
         """``planned`` was not begun."""
-        for each in planned.draft_inputs:
-            state = planned.answers[each.seq_id].speculation.model
-            if state is not None and state.seq_id == each.seq_id:
-                state.n_computed = each.position
+        for draft_input in planned.draft_inputs:
+            state = planned.answers[draft_input.seq_id].speculation.model
+            if state is not None and state.seq_id == draft_input.seq_id:
+                state.n_computed = draft_input.position
 
     # -- results --------------------------------------------------------------------------------
 

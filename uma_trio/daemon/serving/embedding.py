@@ -85,9 +85,9 @@ class PendingEmbeddings:
 
     def next_event(self) -> Embeddings | Ranking:
         """What has not been sent."""
-        found, self.unsent = self.unsent, []
+        unsent, self.unsent = self.unsent, []
         more = self.n_done < len(self.texts)
-        return Embeddings(embeddings=found, usage=self.usage, more=more, id=self.request.id)
+        return Embeddings(embeddings=unsent, usage=self.usage, more=more, id=self.request.id)
 
 
 @attrs.define(eq=False)
@@ -105,8 +105,8 @@ class PendingRanking(PendingEmbeddings):
 
 def _ranked(scores: Sequence[Sequence[float]], top_n: int | None) -> list[RankedDocument]:
     """The ``top_n`` best documents, the best one first."""
-    found = [RankedDocument(index=index, score=score) for index, [score] in enumerate(scores)]
-    return sorted(found, key=lambda each: -each.score)[:top_n]
+    documents = [RankedDocument(index=index, score=score) for index, [score] in enumerate(scores)]
+    return sorted(documents, key=lambda document: -document.score)[:top_n]
 
 
 @attrs.frozen
@@ -125,14 +125,14 @@ class EmbeddingChunk:
 
     @property
     def n_tokens(self) -> int:
-        return sum(len(each.tokens) for each in self.inputs)
+        return sum(len(text.tokens) for text in self.inputs)
 
     def costs(self) -> dict[str, float]:
         """Tokens by principal, divided by its weight."""
         costs: dict[str, float] = {}
-        for each, pending in zip(self.inputs, self.owners, strict=True):
+        for text, pending in zip(self.inputs, self.owners, strict=True):
             name = pending.principal.name
-            costs[name] = costs.get(name, 0.0) + len(each.tokens) / pending.principal.weight
+            costs[name] = costs.get(name, 0.0) + len(text.tokens) / pending.principal.weight
         return costs
 
 
@@ -223,7 +223,7 @@ class EmbeddingQueue:
             room = max(0, room - len(part.tokens))
         if not inputs:
             return None
-        n_tokens = sum(len(each.tokens) for each in inputs)
+        n_tokens = sum(len(text.tokens) for text in inputs)
         return EmbeddingChunk(inputs, owners, n_tokens * (self._ms_per_token or 0.0))
 
     def _turns(self, service: Service) -> Iterator[PendingEmbeddings]:
@@ -267,8 +267,8 @@ class EmbeddingQueue:
         self._ms_per_token = max(ms, before + RATE_WEIGHT * (ms - before))  # a chunk that is too long delays streams
         self._tokens_total += chunk.n_tokens
         vectors = iter(output.embeddings)
-        for each, pending in zip(chunk.inputs, chunk.owners, strict=True):
-            if not each.is_last:
+        for text, pending in zip(chunk.inputs, chunk.owners, strict=True):
+            if not text.is_last:
                 continue
             vector = next(vectors)
             self._texts_total += 1
@@ -282,7 +282,7 @@ class EmbeddingQueue:
                 continue
             pending.n_done += 1
             pending.n_crashes = 0
-            pending.n_tokens += each.length
+            pending.n_tokens += text.length
             pending.add(vector)
             if pending.n_done == len(pending.texts):
                 pending.sink.send(pending.next_event())
@@ -344,9 +344,9 @@ def cancelled(request: PoolingRequest, arrived_at: float, usage: Usage) -> Eos:
 
 def _shortened(vector: npt.NDArray[np.float32], dimensions: int | None) -> list[float]:
     """The first ``dimensions`` numbers, with length 1."""
-    found = vector.astype(np.float64)
-    if dimensions is not None and dimensions < len(found):
-        found = found[:dimensions]
-        found /= np.sqrt(found @ found) or 1.0
-    numbers: list[float] = found.round(DIGITS).tolist()
+    shortened = vector.astype(np.float64)
+    if dimensions is not None and dimensions < len(shortened):
+        shortened = shortened[:dimensions]
+        shortened /= np.sqrt(shortened @ shortened) or 1.0
+    numbers: list[float] = shortened.round(DIGITS).tolist()
     return numbers

@@ -57,7 +57,9 @@ def _add_events(
 ) -> FinishReason | UmaError | None:
     """Add the events of new tokens; see ``send_tokens``."""
     answer = new.answer
-    insertions = {each.after_tokens: (each, change) for change in new.changes for each in change.insertions}
+    insertions = {
+        insertion.after_tokens: (insertion, change) for change in new.changes for insertion in change.insertions
+    }
     shown_from = 0
     for n, token in enumerate(new.tokens, 1):
         at = new.n_before + n - 1
@@ -172,9 +174,9 @@ def send_unsent(answer: Answer, error: str = "") -> None:
 def _write(command: object) -> StorageWrite | None:
     """A write of a variable as the runtime reports it; ``None`` if it is none."""
     try:
-        found = msgspec.convert(command, _StorageCommand).WriteVar
+        write = msgspec.convert(command, _StorageCommand).WriteVar
         return StorageWrite.of(
-            found.name, bytes.fromhex(found.value), "append" if found.op == "Append" else "set", found.when_version_is
+            write.name, bytes.fromhex(write.value), "append" if write.op == "Append" else "set", write.when_version_is
         )
     except (msgspec.ValidationError, ValueError):
         return None

@@ -43,7 +43,9 @@ class Principals:
 
     def arrived(self, principal: Principal) -> None:
         """A request of ``principal`` has come; call it before the request is in a queue."""
-        waiting = {each.principal.name for each in self._answers() if each.state in (State.WAITING, State.PREFILL)}
+        waiting = {
+            answer.principal.name for answer in self._answers() if answer.state in (State.WAITING, State.PREFILL)
+        }
         waiting |= {pending.principal.name for pending in self._embeddings()}
         if principal.name not in waiting:
             self.policy = attrs.evolve(self.policy, service=self.service.arrived(principal.name, waiting))
@@ -55,5 +57,8 @@ class Principals:
 
     def _n_requests(self, principal: Principal) -> int:
         """Answers and requests for embeddings of ``principal``, waiting ones included."""
-        present = [*[each.principal for each in self._answers()], *[each.principal for each in self._embeddings()]]
+        present = [
+            *[request.principal for request in self._answers()],
+            *[request.principal for request in self._embeddings()],
+        ]
         return sum([other.name == principal.name for other in present])

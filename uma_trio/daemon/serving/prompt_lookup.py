@@ -42,8 +42,8 @@ class PromptLookup:
         """Return at most ``n`` draft tokens.  A draft that reaches the end of the answer starts over."""
         if self._position is None:
             return ()
-        found = self._tokens[self._position : self._position + n]
-        return found if len(found) == n else (found * (n // len(found) + 1))[:n]
+        draft_tokens = self._tokens[self._position : self._position + n]
+        return draft_tokens if len(draft_tokens) == n else (draft_tokens * (n // len(draft_tokens) + 1))[:n]
 
     @property
     def n_unmatched(self) -> int:

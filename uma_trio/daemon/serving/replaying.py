@@ -42,7 +42,7 @@ def replay_of(answer: Answer, kept: Kept) -> Replay | None:
     rules["max_tokens"] = answer.max_tokens
     plain = msgspec.to_builtins(rules, str_keys=True)
     inexact = _why_inexact(answer)
-    found = Replay(
+    replay = Replay(
         prompt_hash=hash_of(answer.prompt.tokens),
         answer_hash=hash_of(answer.tokens),
         rules_hash=hashlib.sha256(
@@ -56,10 +56,10 @@ def replay_of(answer: Answer, kept: Kept) -> Replay | None:
         inexact=inexact,
     )
     if kept == "prompts":
-        found.answer = [*answer.tokens]
+        replay.answer = [*answer.tokens]
         if not inexact:
-            found.fields = {**plain, **values, "seed": params.seed, "prompt": answer.prompt.tokens.tolist()}
-    return found
+            replay.fields = {**plain, **values, "seed": params.seed, "prompt": answer.prompt.tokens.tolist()}
+    return replay
 
 
 def hash_of(tokens: Iterable[int]) -> str:

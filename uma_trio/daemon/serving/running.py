@@ -210,13 +210,13 @@ class RunningSet:
         Returns:
             Those that can go on now.
         """
-        found = []
+        ready = []
         for allocation in self.cache.followed(stalled):
             answer = self._answers[allocation]
             self._start_prefill(answer, allocation.n_tokens)
             if self._is_ready(answer):
-                found.append(answer)
-        return found
+                ready.append(answer)
+        return ready
 
     def _is_ready(self, answer: Answer) -> bool:
         """Whether the next step may compute something of ``answer``, if no step in flight does."""
@@ -315,7 +315,7 @@ class RunningSet:
 
     def describe(self) -> list[SequenceInfo]:
         """What the KV cache holds, by sequence id."""
-        found = [
+        infos = [
             SequenceInfo(
                 seq_id=allocation.seq_id,
                 state="prefill" if answer.state is State.PREFILL else "decode",
@@ -329,7 +329,7 @@ class RunningSet:
             )
             for allocation, answer in self._answers.items()
         ]
-        found += [
+        infos += [
             SequenceInfo(
                 seq_id=idle.seq_id,
                 state="cached",
@@ -339,7 +339,7 @@ class RunningSet:
             )
             for idle in self.cache.idle
         ]
-        return sorted(found, key=lambda each: each.seq_id)
+        return sorted(infos, key=lambda info: info.seq_id)
 
     def restart(self) -> None:
         """The KV cache is lost: all answers are prefilled again from their tokens."""

@@ -158,10 +158,10 @@ class Stats:
             context_read=n * _context_read(work, self._info.attention_scan),
         )
         could_move = (self._info.memory_bytes_per_s or 0.0) * completed.duration_ms / 1e3
-        found: dict[str, Any] = _drafts(completed) if plan.drafts else {}
+        fields: dict[str, Any] = _drafts(completed) if plan.drafts else {}
         if plan.chunks:
-            found["recomputed_tokens"] = sum([row.n_recomputed for row in step.rows.values()])
-        return found | {
+            fields["recomputed_tokens"] = sum([row.n_recomputed for row in step.rows.values()])
+        return fields | {
             "decode_seq_ids": [view.seq_id for view in plan.decodes],
             "prefill_chunks": [(chunk.seq_id, chunk.n_tokens) for chunk in plan.chunks],
             "tokens": sum([len(new.tokens) for new in completed.new_tokens]),
@@ -266,14 +266,14 @@ def backlog_of(running: Iterable[Answer], waiting: Iterable[Answer]) -> int:
     What of a waiting prompt is in the KV cache is not known before it has a place, so all of it counts, unless its state
     was copied when it lost its place.
     """
-    left = [each.n_known - each.n_computed for each in running if each.state is State.PREFILL]
-    return sum(left) + sum([each.n_known for each in waiting if each.place.parked is None])
+    left = [answer.n_known - answer.n_computed for answer in running if answer.state is State.PREFILL]
+    return sum(left) + sum([answer.n_known for answer in waiting if answer.place.parked is None])
 
 
 def adapters_in_use(info: ModelInfo, running: Iterable[Answer], waiting: Iterable[Answer]) -> dict[str, dict[str, int]]:
     """How many running and waiting requests use each of the model's adapters, by its name."""
-    found = {each.name: {"running": 0, "waiting": 0} for each in info.adapters}
+    counts = {adapter.name: {"running": 0, "waiting": 0} for adapter in info.adapters}
     for state, answers in (("running", running), ("waiting", waiting)):
-        for number, _ in chain.from_iterable(each.adapters.scales for each in answers):
-            found[info.adapters[number].name][state] += 1
-    return found
+        for number, _ in chain.from_iterable(answer.adapters.scales for answer in answers):
+            counts[info.adapters[number].name][state] += 1
+    return counts

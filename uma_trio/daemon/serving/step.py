@@ -284,7 +284,7 @@ class _Call:
 def drafts_by_answer(step: InFlightStep, output: StepOutput) -> dict[Answer, Draft]:
     """What the draft model answered, by the answers of ``step``."""
     drafts = () if output.drafted is None else output.drafted.drafts
-    return {step.planned.answers[each.seq_id]: each for each in drafts}
+    return {step.planned.answers[draft.seq_id]: draft for draft in drafts}
 
 
 def complete_step(

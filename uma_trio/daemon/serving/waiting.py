@@ -92,11 +92,11 @@ class WaitingQueue:
         if len(self._answers) < self._max_length:
             return True
         principal = answer.principal
-        present = {each.principal.name: each.principal.weight for each in chain(self._running, self._answers)}
+        present = {other.principal.name: other.principal.weight for other in chain(self._running, self._answers)}
         present[principal.name] = principal.weight
         if len(present) == 1:
             return False
-        own = sum([each.principal.name == principal.name for each in self._answers])
+        own = sum([other.principal.name == principal.name for other in self._answers])
         return own < max(1.0, self._max_length * principal.weight / sum(present.values()))
 
     def _full(self) -> QueueFull | KvFull:
@@ -115,7 +115,7 @@ class WaitingQueue:
     @property
     def _candidates(self) -> list[Answer]:
         """The answers that could run if there were room."""
-        return [each for each in self._answers if each.sink.has_room]
+        return [answer for answer in self._answers if answer.sink.has_room]
 
     # -- who gets the next place ----------------------------------------------------------------
 
@@ -125,24 +125,26 @@ class WaitingQueue:
         Args:
             background: whether it may be of this class.
         """
-        found = [each for each in self._candidates if background or each.priority is not Priority.BACKGROUND]
-        if not found:  # in most steps
+        candidates = [
+            candidate for candidate in self._candidates if background or candidate.priority is not Priority.BACKGROUND
+        ]
+        if not candidates:  # in most steps
             return None
-        now, holders = trio.current_time(), {each.principal.name for each in self._running}
-        return min(found, key=lambda each: self._rank(each, now, holders))
+        now, holders = trio.current_time(), {running.principal.name for running in self._running}
+        return min(candidates, key=lambda candidate: self._rank(candidate, now, holders))
 
     def in_order(self) -> list[Answer]:
         """All that wait, in the order in which they get places if nothing changes; those whose clients do not read last."""
-        now, holders = trio.current_time(), {each.principal.name for each in self._running}
+        now, holders = trio.current_time(), {running.principal.name for running in self._running}
 
-        def rank(each: Answer) -> tuple[bool, bool, bool, float, int]:
-            return not each.sink.has_room, *self._rank(each, now, holders)
+        def rank(answer: Answer) -> tuple[bool, bool, bool, float, int]:
+            return not answer.sink.has_room, *self._rank(answer, now, holders)
 
-        found = []
-        for each in sorted(self._answers, key=rank):
-            found.append((rank(each), each))
-            holders.add(each.principal.name)  # those behind it go after others that hold none
-        return [each for _, each in sorted(found, key=itemgetter(0))]
+        ranked = []
+        for answer in sorted(self._answers, key=rank):
+            ranked.append((rank(answer), answer))
+            holders.add(answer.principal.name)  # those behind it go after others that hold none
+        return [answer for _, answer in sorted(ranked, key=itemgetter(0))]
 
     def admit(self, *, may_preempt: bool) -> list[Answer]:
         """Admit waiting answers while there is room.
@@ -242,7 +244,7 @@ class WaitingQueue:
     def _victims(self, answer: Answer) -> tuple[list[Answer], float]:
         """Choose the answers that lose their places to ``answer``, which waits, and when they do.
 
-        That is the answer whose client has not read for the longest time, or those of class ``background``, or those of
+        These are the answer whose client has not read for the longest time, or answers of class ``background``, or of
         principals above their shares.
 
         Returns:
@@ -251,18 +253,21 @@ class WaitingQueue:
         if self._running.is_preempting:
             return [], math.inf
         stalled = min(
-            [each for each in self._running if _is_stalled(each)], key=lambda each: each.place.stalled_at, default=None
+            [running for running in self._running if _is_stalled(running)],
+            key=lambda running: running.place.stalled_at,
+            default=None,
         )
-        found = ([stalled], stalled.place.stalled_at + PREEMPT_AFTER_S) if stalled is not None else ([], math.inf)
+        choice = ([stalled], stalled.place.stalled_at + PREEMPT_AFTER_S) if stalled is not None else ([], math.inf)
         is_background = answer.priority is Priority.BACKGROUND
         if all(
-            each.principal.name == answer.principal.name and (is_background or each.priority is not Priority.BACKGROUND)
-            for each in self._running
+            running.principal.name == answer.principal.name
+            and (is_background or running.priority is not Priority.BACKGROUND)
+            for running in self._running
         ):
-            return found
+            return choice
         claim = places.claim(self._claimant(answer), self._places(), self._running.capacity())
-        if claim is None or claim.due_s >= found[1]:
-            return found
+        if claim is None or claim.due_s >= choice[1]:
+            return choice
         running = [*self._running]
         return [running[index] for index in claim.victims], claim.due_s
 
@@ -271,10 +276,10 @@ class WaitingQueue:
 
         None if other requests wait already: these choose for themselves.
         """
-        if self._running.is_preempting or any(each.priority is not Priority.BACKGROUND for each in self._answers):
+        if self._running.is_preempting or any(waiting.priority is not Priority.BACKGROUND for waiting in self._answers):
             return []
-        others = [each for each in self._running if each.priority is not Priority.BACKGROUND]
-        if len(self._running) - len(others) < 2 or any(each.state is State.PREFILL for each in others):
+        others = [running for running in self._running if running.priority is not Priority.BACKGROUND]
+        if len(self._running) - len(others) < 2 or any(running.state is State.PREFILL for running in others):
             return []
         claim = places.claim_spare(self._places(), self._running.capacity())
         running = [*self._running]
@@ -282,7 +287,7 @@ class WaitingQueue:
 
     def _places(self) -> list[places.Place]:
         """What the running answers hold, in their order."""
-        return [self._held_by(each) for each in self._running]
+        return [self._held_by(answer) for answer in self._running]
 
     def _return_to_queue(self, preempted: list[Answer]) -> list[Answer]:
         """Let ``preempted`` wait before all that came after them, once the request that needs their places has these."""

@@ -26,12 +26,12 @@ class ControlledAnswers:
 
     def in_phase(self, *phases: Phase) -> list[Answer]:
         """The live answers in one of ``phases``, the oldest first."""
-        return [each for each in self.live.values() if control_of(each).phase in phases]
+        return [answer for answer in self.live.values() if control_of(answer).phase in phases]
 
     def by_request(self) -> Iterator[tuple[ControlledRequest, list[Answer]]]:
         """Each request with its live answers."""
         for request, answers in [*self._answers.items()]:
-            yield request, [each for each in answers if control_of(each).id in self.live]
+            yield request, [answer for answer in answers if control_of(answer).id in self.live]
 
     def new_id(self) -> int:
         """An id that was never used."""
@@ -84,4 +84,4 @@ def is_prefilled(answer: Answer) -> bool:
 
 def reading(answers: Sequence[Answer]) -> list[Answer]:
     """The answers whose outbox has room."""
-    return [each for each in answers if each.sink.has_room]
+    return [answer for answer in answers if answer.sink.has_room]

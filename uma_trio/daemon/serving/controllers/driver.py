@@ -157,7 +157,7 @@ class ControllerDriver:
     def _runtime_changed(self) -> None:
         """The runtime has died or was restarted: end the answers whose controllers died with their runtime."""
         assert self._runtime is not None
-        lost = [each for each in self._controlled if not self._is_current(control_of(each).request)]
+        lost = [answer for answer in self._controlled if not self._is_current(control_of(answer).request)]
         if lost:
             self._end_lost(lost, self._runtime.reason or "it was restarted")
 
@@ -220,7 +220,7 @@ class ControllerDriver:
         if self._steps.begun is not step:  # of a step that runs ahead, when it begins
             return
         sampled = self._steps.sampled(step)
-        rows = {each.id: each.mask_row for each in map(control_of, sampled) if each.mask_row is not None}
+        rows = {control.id: control.mask_row for control in map(control_of, sampled) if control.mask_row is not None}
         assert len(rows) in (0, len(sampled))
         step.has_asked = True
         if rows:
@@ -238,14 +238,14 @@ class ControllerDriver:
     def _can_go_on(self) -> bool:
         """Whether the next step could advance a controlled answer that no step in flight advances."""
         return self._forking.is_possible() or any(
-            _can_go_on(each) for each in self._controlled if not self._steps.samples(each)
+            _can_go_on(answer) for answer in self._controlled if not self._steps.samples(answer)
         )
 
     @property
     def has_admitted(self) -> bool:
         """Whether the latest plan has given places to answers whose controllers can be asked now."""
         may_ask = self._exchange is None and not self._controlled.in_phase(Phase.MASK_READY)
-        return may_ask and any(each.allocation for each in self._controlled.in_phase(Phase.NEW))
+        return may_ask and any(answer.allocation for answer in self._controlled.in_phase(Phase.NEW))
 
     @property
     def ask_at(self) -> float:
@@ -277,7 +277,7 @@ class ControllerDriver:
             if asked is None:
                 continue
             if not asked:
-                asked = self._ready if any(control_of(each).needs_mask_first for each in self._ready) else []
+                asked = self._ready if any(control_of(answer).needs_mask_first for answer in self._ready) else []
             if not asked:
                 return
             self._ask_mid(asked)
@@ -285,7 +285,9 @@ class ControllerDriver:
     @property
     def _wants_post_pre(self) -> bool:
         controlled = self._controlled
-        if controlled.in_phase(Phase.POST_PENDING) or any(each.allocation for each in controlled.in_phase(Phase.NEW)):
+        if controlled.in_phase(Phase.POST_PENDING) or any(
+            answer.allocation for answer in controlled.in_phase(Phase.NEW)
+        ):
             return True
         if self._ready or self._steps.begun is not None:  # masks come first, and a post_pre comes after their tokens
             return False
@@ -294,7 +296,7 @@ class ControllerDriver:
     @property
     def _ready(self) -> list[Answer]:
         """The answers that can ask for their masks."""
-        return reading([each for each in self._controlled.in_phase(Phase.READY) if is_prefilled(each)])
+        return reading([answer for answer in self._controlled.in_phase(Phase.READY) if is_prefilled(answer)])
 
     def _ask_post_pre(self) -> None:
         assert self._runtime is not None
@@ -326,7 +328,7 @@ class ControllerDriver:
 
     def _ask_mid_for(self, step: InFlightStep) -> None:
         """Ask for the masks of ``step``, which ran ahead: of the answers whose controllers want another token."""
-        asked = [each for each in self._ready if step.row_of(each) is not None]
+        asked = [answer for answer in self._ready if step.row_of(answer) is not None]
         if asked:
             step.has_asked = True
             self._ask_mid(asked)
@@ -369,7 +371,7 @@ class ControllerDriver:
         def done() -> None:
             self._exchange, self._done_at = None, trio.current_time()
             if exchange.failure:
-                has_begun = [each for each in self._controlled if control_of(each).phase is not Phase.NEW]
+                has_begun = [answer for answer in self._controlled if control_of(answer).phase is not Phase.NEW]
                 self._end_lost(has_begun, exchange.failure)
             else:
                 duration_ms.add(1e3 * self._age_s)
@@ -391,15 +393,15 @@ class ControllerDriver:
             if answer is not None and posted.result is not None and posted.result.stop:
                 send_rest(answer)
                 self._loop.finish(answer, "stop")
-        for id, found in exchange.answer.pre.items():
-            answer = self._forward_output(id, found)
-            if answer is not None and found.result is not None:
-                self._begin(answer, found.result)
+        for id, before_token in exchange.answer.pre.items():
+            answer = self._forward_output(id, before_token)
+            if answer is not None and before_token.result is not None:
+                self._begin(answer, before_token.result)
         for answer in self._controlled.in_phase(Phase.AWAITING_PRE):
             self._fail(answer, NO_ANSWER)
-        self._find_deadlocks({id for id, found in exchange.answer.pre.items() if found.skipped is True})
+        self._find_deadlocks({id for id, before_token in exchange.answer.pre.items() if before_token.skipped is True})
 
-    def _forward_output(self, id: int, found: SequenceResult[Any]) -> Answer | None:
+    def _forward_output(self, id: int, result: SequenceResult[Any]) -> Answer | None:
         """Send the output of a controller to its client.
 
         Returns:
@@ -408,9 +410,9 @@ class ControllerDriver:
         answer = self._controlled.live.get(id)
         if answer is None:
             return None
-        send_controller_output(answer, found)
-        if found.error:
-            self._fail(answer, found.error)
+        send_controller_output(answer, result)
+        if result.error:
+            self._fail(answer, result.error)
             return None
         return answer
 
@@ -451,8 +453,8 @@ class ControllerDriver:
             late: answers that are suspended only until their controllers answer.
         """
         for request, live in self._controlled.by_request():
-            controls = [control_of(each) for each in live]
-            suspended = all(each.phase is Phase.SUSPENDED and each.id not in late for each in controls)
+            controls = [control_of(answer) for answer in live]
+            suspended = all(control.phase is Phase.SUSPENDED and control.id not in late for control in controls)
             request.n_deadlocked = request.n_deadlocked + 1 if suspended else 0
             if request.n_deadlocked >= MAX_SUSPENDED_EXCHANGES:
                 for answer in live:
@@ -466,23 +468,23 @@ class ControllerDriver:
             step: the step that waits for the masks, unless it ended without them; ``None``: no step does yet.
         """
         assert exchange.answer is not None
-        if any(found.result is not None for found in exchange.answer.values()):
+        if any(result.result is not None for result in exchange.answer.values()):
             self._steps.in_flight.revoke_ahead()  # its inputs are tokens that a splice replaces
         if step is not None:
-            good = {id for id, found in exchange.answer.items() if not found.error and found.skipped is not True}
+            good = {id for id, result in exchange.answer.items() if not result.error and result.skipped is not True}
             self._steps.ready(step, {id: row for id, row in rows.items() if id in good})
-        for id, found in exchange.answer.items():
-            answer = self._forward_output(id, found)
+        for id, result in exchange.answer.items():
+            answer = self._forward_output(id, result)
             if answer is None:
                 continue
             control = control_of(answer)
-            if found.skipped is True:
+            if result.skipped is True:
                 control.phase = Phase.READY
                 self._skipped += 1
-            elif found.result is None:
+            elif result.result is None:
                 control.phase, control.mask_row = Phase.MASK_READY, rows[id]
             else:
-                control.phase, control.splice = Phase.MASK_READY, found.result
+                control.phase, control.splice = Phase.MASK_READY, result.result
 
 
 def _can_go_on(answer: Answer) -> bool:

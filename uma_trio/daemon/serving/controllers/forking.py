@@ -78,7 +78,7 @@ class Forking:
         return None
 
     def _next(self) -> Answer | None:
-        return next((each for each in self._ready() if is_prefilled(each)), None)
+        return next((answer for answer in self._ready() if is_prefilled(answer)), None)
 
     def _ready(self) -> list[Answer]:
         return reading(self._controlled.in_phase(Phase.FORK))
@@ -98,11 +98,11 @@ class Forking:
         return self._found_no_room == (answer, self._running.cache.changes)
 
     def _is_deadlocked(self, answer: Answer) -> bool:
-        """Whether every other running answer also waits for room, or for one that does, so no cell will become free."""
+        """Whether every other running answer waits for room, or for an answer that does: then no cell becomes free."""
         if self._running.cache.offload.blocks_requests:
             return False
         wanting = self._ready()
-        stuck = {control_of(each).request for each in wanting}
+        stuck = {control_of(other).request for other in wanting}
         waiting = {*wanting, *[x for x in self._controlled.in_phase(Phase.SUSPENDED) if control_of(x).request in stuck]}
         return all(other in waiting for other in self._running)
 
