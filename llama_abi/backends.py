@@ -71,12 +71,12 @@ def load_backends(c: ctypes.CDLL, directory: Path, on_open: OnOpen = lambda path
 
 def _backends(folders: Iterable[Path]) -> Iterable[list[Path]]:
     """The files of each backend: one, or one for each variant."""
-    found: dict[str, list[Path]] = {}
+    backends: dict[str, list[Path]] = {}
     for folder in folders:
         for path in sorted(folder.glob("libggml*.so")):
             if path.stem not in NO_BACKENDS:
-                found.setdefault(path.stem.split("-")[1], []).append(path)
-    return found.values()
+                backends.setdefault(path.stem.split("-")[1], []).append(path)
+    return backends.values()
 
 
 @attrs.frozen

@@ -219,22 +219,22 @@ class Batch:
 def _numbers(values: Integers, what: str) -> array[int]:
     """Convert a few non-negative integers to int32."""
     try:
-        found = array("i", values)
+        numbers = array("i", values)
     except (TypeError, OverflowError) as error:
         raise LlamaError(f"{what}: {error}") from None
-    if found and min(found) < 0:
+    if numbers and min(numbers) < 0:
         raise LlamaError(f"{what} must be integers in [0, {INT32_MAX}]")
-    return found
+    return numbers
 
 
 def _int32(values: Integers, what: str) -> npt.NDArray[np.int32]:
     """Convert to a one-dimensional array of non-negative int32."""
     try:
-        found = np.asarray(values)
+        numbers = np.asarray(values)
     except (ValueError, OverflowError) as error:
         raise LlamaError(f"{what}: {error}") from None
-    if found.ndim != 1:
-        raise LlamaError(f"{what} must have one dimension, not {found.ndim}")
-    if found.size and (found.dtype.kind not in "iu" or int(found.min()) < 0 or int(found.max()) > INT32_MAX):
+    if numbers.ndim != 1:
+        raise LlamaError(f"{what} must have one dimension, not {numbers.ndim}")
+    if numbers.size and (numbers.dtype.kind not in "iu" or int(numbers.min()) < 0 or int(numbers.max()) > INT32_MAX):
         raise LlamaError(f"{what} must be integers in [0, {INT32_MAX}]")
-    return found.astype(np.int32, copy=False)
+    return numbers.astype(np.int32, copy=False)

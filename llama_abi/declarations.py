@@ -55,11 +55,11 @@ def split_declarator(text: str) -> tuple[str, str]:
 
 def prototypes(table: str) -> tuple[Prototype, ...]:
     """Parse a table of functions."""
-    found = []
+    functions = []
     for returns, name, parameters, rule in PROTOTYPE.findall(table):
         named = tuple(p.strip() for p in parameters.split(",") if p.strip() not in ("", "void"))
-        found.append(Prototype(" ".join(returns.split()), name, named, rule))
-    return tuple(found)
+        functions.append(Prototype(" ".join(returns.split()), name, named, rule))
+    return tuple(functions)
 
 
 class Declarations:
@@ -120,16 +120,16 @@ class Declarations:
                 self.known.setdefault(names[0], type(names[0], (ctypes.Structure,), {}))
         if len(names) != 1:
             raise LibraryError(f"no ctypes type for {spelling!r}")
-        found: CType
+        resolved: CType
         if stars and names[0] in ("char", "void"):  # ctypes has names of its own for these pointers
-            found, stars = {"char": ctypes.c_char_p, "void": ctypes.c_void_p}[names[0]], stars - 1
+            resolved, stars = {"char": ctypes.c_char_p, "void": ctypes.c_void_p}[names[0]], stars - 1
         elif names[0] in self.known:
-            found = self.known[names[0]]
+            resolved = self.known[names[0]]
         else:
             raise LibraryError(f"no ctypes type for {spelling!r}")
         for _ in range(stars):
-            found = ctypes.POINTER(found)
-        return found
+            resolved = ctypes.POINTER(resolved)
+        return resolved
 
     def struct(self, name: str, fields: str) -> type[ctypes.Structure]:
         """Declare ``struct name`` from its C field list."""
@@ -145,9 +145,9 @@ class Declarations:
 
         Members that nobody uses may be left out.
         """
-        found = {member: int(value) for member, value in ENUMERATOR.findall(members)}
-        self.enums[name] = found
-        return found
+        numbers = {member: int(value) for member, value in ENUMERATOR.findall(members)}
+        self.enums[name] = numbers
+        return numbers
 
     def typedef(self, name: str, target: str) -> CType:
         """Declare a typedef: a type, or a callback such as ``bool (*)(void * data)``."""

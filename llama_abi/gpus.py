@@ -117,9 +117,11 @@ def choose(gpus: tuple[Gpus, ...], *, vulkan_version: str, vulkan_problem: str) 
     Args:
         vulkan_problem: why Vulkan cannot be built, with the remedy; empty if it can be built.
     """
-    for found in gpus:
-        if found.has_driver and found.compiler:
-            return Choice(found.vendor.backend, f"this machine has {found} with its driver, and {found.compiler}")
+    for of_vendor in gpus:
+        if of_vendor.has_driver and of_vendor.compiler:
+            return Choice(
+                of_vendor.vendor.backend, f"this machine has {of_vendor} with its driver, and {of_vendor.compiler}"
+            )
     if vulkan_problem:
         return Choice("cpu", f"not Vulkan: {vulkan_problem}", _hint(gpus))
     reason = f"Vulkan headers {vulkan_version}, glslc and a loader are installed"
@@ -127,15 +129,15 @@ def choose(gpus: tuple[Gpus, ...], *, vulkan_version: str, vulkan_problem: str) 
 
 
 def _hint(gpus: tuple[Gpus, ...], *, vulkan: bool = False) -> str:
-    for found in gpus:
+    for of_vendor in gpus:
         # Vulkan is the usual way to use an AMD GPU, many of which ROCm does not support.
-        if found.has_gpu and not (vulkan and found.vendor is AMD):
+        if of_vendor.has_gpu and not (vulkan and of_vendor.vendor is AMD):
             use = "uses through Vulkan only" if vulkan else "does not use"
-            return f"this machine has {found}, which this library {use}: {found.fix}"
-    for found in gpus:
-        if found.vendor is NVIDIA and found.compiler:
+            return f"this machine has {of_vendor}, which this library {use}: {of_vendor.fix}"
+    for of_vendor in gpus:
+        if of_vendor.vendor is NVIDIA and of_vendor.compiler:
             return (
-                f"{found.compiler} is installed, but this machine has no NVIDIA GPU: "
+                f"{of_vendor.compiler} is installed, but this machine has no NVIDIA GPU: "
                 "to build for another machine, add --backend cuda and --cuda-arch"
             )
     return ""
@@ -154,9 +156,9 @@ def _look_for(vendor: Vendor, root: Path, environment: Mapping[str, str]) -> Gpu
 
 def _compiler(vendor: Vendor, root: Path, environment: Mapping[str, str]) -> str:
     on_path = environment.get("CUDACXX", "") if vendor is NVIDIA else ""
-    found = shutil.which(on_path or vendor.compiler, path=environment.get("PATH", ""))
-    if found:
-        return found
+    compiler = shutil.which(on_path or vendor.compiler, path=environment.get("PATH", ""))
+    if compiler:
+        return compiler
     named = [Path(environment[name]) for name in vendor.variables if environment.get(name)]
     usual = [folder for pattern in vendor.folders for folder in sorted(root.glob(pattern), key=_version, reverse=True)]
     for folder in (*named, *usual):
@@ -193,7 +195,7 @@ def main(arguments: list[str]) -> None:
     vulkan_version, vulkan_problem, *root = arguments
     gpus = look(Path(root[0])) if root else look()
     choice = choose(gpus, vulkan_version=vulkan_version, vulkan_problem=vulkan_problem)
-    print(choice.backend, choice.reason, choice.hint, *(found.compiler for found in gpus), sep="\n")
+    print(choice.backend, choice.reason, choice.hint, *(of_vendor.compiler for of_vendor in gpus), sep="\n")
 
 
 if __name__ == "__main__":

@@ -136,11 +136,11 @@ class Library:
             remedy = repair_command(self.directory, self.stamp.backend, clean=True)
             if not self.stamp.mtmd_sha256:
                 raise LibraryError(f"the library in {self.directory} was built without libmtmd", remedy)
-            found = _open_file(self.directory, "libmtmd")
-            if missing := MTMD.bind(found, MTMD_FUNCTIONS):
+            mtmd = _open_file(self.directory, "libmtmd")
+            if missing := MTMD.bind(mtmd, MTMD_FUNCTIONS):
                 raise LibraryError(f"libmtmd lacks {', '.join(missing)}", remedy)
-            found.mtmd_helper_log_set(self.logs.callback, None)
-            self._mtmd = found
+            mtmd.mtmd_helper_log_set(self.logs.callback, None)
+            self._mtmd = mtmd
         return self._mtmd
 
     def _check_defaults(self) -> None:
@@ -181,12 +181,12 @@ class Library:
 
     def devices(self) -> tuple[Device, ...]:
         """List the devices of all backends, with their free memory now."""
-        found = []
+        devices = []
         for name, device in self._devices():
             free, total = ctypes.c_size_t(), ctypes.c_size_t()
             self.c.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
             backend = self.c.ggml_backend_dev_backend_reg(device)
-            found.append(
+            devices.append(
                 Device(
                     name=name,
                     description=_text(self.c.ggml_backend_dev_description(device)),
@@ -198,7 +198,7 @@ class Library:
                     splits_rows=bool(self.c.ggml_backend_reg_get_proc_address(backend, SPLIT_BUFFERS)),
                 )
             )
-        return tuple(found)
+        return tuple(devices)
 
     def _devices(self) -> Iterator[tuple[str, Any]]:
         for index in range(self.c.ggml_backend_dev_count()):
@@ -211,10 +211,10 @@ class Library:
         Raises:
             LlamaError: there is no device of that name.
         """
-        found = dict(self._devices())
-        if name not in found:
-            raise LlamaError(f"there is no device {name}; there are {', '.join(found)}")
-        return found[name]
+        devices = dict(self._devices())
+        if name not in devices:
+            raise LlamaError(f"there is no device {name}; there are {', '.join(devices)}")
+        return devices[name]
 
     def buffer_type(self, name: str) -> Any:
         """The C object of the buffer type of a device, by its own name or by that of the device.
@@ -222,11 +222,11 @@ class Library:
         Raises:
             LlamaError: there is no such buffer type.
         """
-        found = {device: self.c.ggml_backend_dev_buffer_type(pointer) for device, pointer in self._devices()}
-        found |= {_text(self.c.ggml_backend_buft_name(each)): each for each in found.values()}
-        if name not in found:
-            raise LlamaError(f"there is no buffer type {name}; there are {', '.join(found)}")
-        return found[name]
+        types = {device: self.c.ggml_backend_dev_buffer_type(pointer) for device, pointer in self._devices()}
+        types |= {_text(self.c.ggml_backend_buft_name(buffer_type)): buffer_type for buffer_type in types.values()}
+        if name not in types:
+            raise LlamaError(f"there is no buffer type {name}; there are {', '.join(types)}")
+        return types[name]
 
     def add_rpc_server(self, endpoint: str) -> None:
         """Add the devices of an RPC server to those of this library. Adding it again does nothing.

@@ -19,10 +19,10 @@ PLUGINS = ("uma_trio_llama_cuda13", "uma_trio_llama_cuda12", "uma_trio_llama_vul
 
 def folder_of_package(name: str) -> Path | None:
     """The folder ``lib`` of an installed package; ``None`` if it is not installed, or only an empty folder is left."""
-    found = importlib.util.find_spec(name)
-    if found is None or found.origin is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None or not spec.submodule_search_locations:
         return None
-    return Path(found.submodule_search_locations[0], "lib").resolve()
+    return Path(spec.submodule_search_locations[0], "lib").resolve()
 
 
 def plugin_folders() -> list[Path]:

@@ -72,8 +72,8 @@ class LogRouter:
             return
         logged = logging.DEBUG if NO_WARNING.match(line) else LEVELS.get(level, logging.INFO)
         captured = self._captured.get(threading.get_ident())
-        if captured is not None and (found := BUFFER.match(line)):
-            captured.buffers.append(Buffer(found[1], found[2], round(float(found[3]) * 2**20)))
+        if captured is not None and (buffer := BUFFER.match(line)):
+            captured.buffers.append(Buffer(buffer[1], buffer[2], round(float(buffer[3]) * 2**20)))
         if captured is not None and logged >= logging.WARNING:
             captured.lines.append((logged, line))
         elif captured is None or not captured.is_quiet:

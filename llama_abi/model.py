@@ -185,8 +185,8 @@ class Model(Handle):
     @property
     def chat_template(self) -> str | None:
         """Jinja source of its chat template. It is untrusted: render it in a sandbox only."""
-        found = self._c.llama_model_chat_template(self._pointer, None)
-        return None if found is None else found.decode("utf-8", "replace")
+        template = self._c.llama_model_chat_template(self._pointer, None)
+        return None if template is None else template.decode("utf-8", "replace")
 
     def meta(self, key: str) -> str | None:
         """The metadata value of ``key`` as text; ``None`` if there is none, or it is an array."""
@@ -196,13 +196,13 @@ class Model(Handle):
 
     def metadata(self) -> dict[str, str]:
         """All metadata of the file as text, except arrays."""
-        found = {}
+        values = {}
         for index in range(self._c.llama_model_meta_count(self._pointer)):
             key = self._string(self._c.llama_model_meta_key_by_index, self._pointer, index)
             value = self._string(self._c.llama_model_meta_val_str_by_index, self._pointer, index)
             if key is not None and value is not None:
-                found[key] = value
-        return found
+                values[key] = value
+        return values
 
     def _string(self, function: Any, *arguments: Any) -> str | None:
         """Call a C function that works like snprintf: it fills a buffer and returns the full length."""

@@ -128,10 +128,10 @@ class Projector(Handle):
         options = self._mtmd.mtmd_helper_init_opt_default()
         buffer = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
         with self._logs.capture_warnings():
-            found = self._mtmd.mtmd_helper_bitmap_init_from_buf(self._pointer, buffer, len(data), False, options)
-            if not found.bitmap:
+            decoded = self._mtmd.mtmd_helper_bitmap_init_from_buf(self._pointer, buffer, len(data), False, options)
+            if not decoded.bitmap:
                 raise LlamaError("the file cannot be decoded: it is damaged, or no picture or sound of a known format")
-        return Bitmap(self._mtmd, found.bitmap)
+        return Bitmap(self._mtmd, decoded.bitmap)
 
     def picture(self, pixels: npt.NDArray[np.uint8]) -> Bitmap:
         """A picture from its pixels, ``[height, width, 3]`` in RGB.
@@ -157,8 +157,8 @@ class Projector(Handle):
         Raises:
             LlamaError: the projector does not take such a bitmap.
         """
-        with self._chunks(bitmap) as found:
-            return self._n_tokens(found)
+        with self._chunks(bitmap) as chunks:
+            return self._n_tokens(chunks)
 
     def encode(self, bitmap: Bitmap, max_tokens: int | None = None) -> list[TextPiece | MediaPiece]:
         """What ``bitmap`` becomes in a prompt, in order. Blocks without the GIL, for as long as it computes.
@@ -167,11 +167,11 @@ class Projector(Handle):
             TooManyTokens: it would be more than ``max_tokens`` tokens and rows. Nothing has been encoded then.
             LlamaError: the projector does not take such a bitmap, or the computation failed.
         """
-        with self._chunks(bitmap) as found:
-            n_tokens = self._n_tokens(found)
+        with self._chunks(bitmap) as chunks:
+            n_tokens = self._n_tokens(chunks)
             if max_tokens is not None and n_tokens > max_tokens:
                 raise TooManyTokens(n_tokens, max_tokens)
-            return [self._piece(chunk) for chunk in found]
+            return [self._piece(chunk) for chunk in chunks]
 
     def _n_tokens(self, chunks: list[Any]) -> int:
         return sum([int(self._mtmd.mtmd_input_chunk_get_n_tokens(chunk)) for chunk in chunks])

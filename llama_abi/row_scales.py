@@ -233,8 +233,8 @@ class RowScales:
             if copy["number"] is None and any(f"{weight}.lora_b".startswith(original) for weight in self._owners):
                 raise LlamaError(f"the name of a copy of a weight is too long: {name.decode(errors='replace')}")
         weight, _, half = original.rpartition(".")
-        found = self._weights_by_name[name] = weight if half == "lora_b" and weight in self._owners else None
-        return found
+        changed = self._weights_by_name[name] = weight if half == "lora_b" and weight in self._owners else None
+        return changed
 
     def _insert_mask(self, node: int, weight: str) -> None:
         """Change a node ``B (A x)`` into ``m * (A x)``. ``_Product.move_to`` later changes the node after it.
@@ -376,8 +376,8 @@ class _Masks:
 
     def mask(self, place: int, shape: tuple[int, ...]) -> _Mask:
         """The mask at ``place`` as a tensor of ``shape``, in ggml's order: ranks first."""
-        found = self._tensors.get((place, shape))
-        if found is None:
+        mask = self._tensors.get((place, shape))
+        if mask is None:
             tensor = ggml_tensor(
                 type=F32,
                 buffer=self.memory._pointer,
@@ -386,8 +386,8 @@ class _Masks:
                 data=self.memory.address + place * self._place_bytes,
                 name=b"adapter_scales",
             )
-            found = self._tensors[place, shape] = _Mask(self, place, shape, math.prod(shape[1:]), tensor)
-        return found
+            mask = self._tensors[place, shape] = _Mask(self, place, shape, math.prod(shape[1:]), tensor)
+        return mask
 
 
 @attrs.frozen(eq=False)

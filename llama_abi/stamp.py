@@ -111,10 +111,10 @@ class Stamp:
         """
         path = directory / STAMP
         try:
-            found = json.loads(_read(path))
-            if isinstance(found.get("options"), list):
-                found["options"] = tuple(found["options"])
-            return cls(**found)
+            fields = json.loads(_read(path))
+            if isinstance(fields.get("options"), list):
+                fields["options"] = tuple(fields["options"])
+            return cls(**fields)
         except NotADirectoryError:
             raise LibraryError(
                 f"{directory} is a file", f"give the folder of a library, or {repair_command(default_directory())}"

@@ -146,9 +146,9 @@ class Vocab:
     def all_attributes(self) -> list[TokenAttr]:
         """Attributes of every token, by id: a hundred times as fast as asking for each."""
         with self._in_use() as pointer:
-            found = [self._c.llama_vocab_get_attr(pointer, token) for token in range(self.n_tokens)]
-        known = {value: TokenAttr(value) for value in {*found}}
-        return [known[value] for value in found]
+            attributes = [self._c.llama_vocab_get_attr(pointer, token) for token in range(self.n_tokens)]
+        known = {value: TokenAttr(value) for value in {*attributes}}
+        return [known[value] for value in attributes]
 
     def tokenize(
         self,
@@ -251,9 +251,9 @@ class Vocab:
     def token_to_id(self, spelling: str | bytes) -> int | None:
         """The token, control tokens included, whose text is ``spelling``; ``None`` if there is no such token."""
         wanted = spelling.encode() if isinstance(spelling, str) else spelling
-        found = self.tokenize(wanted, add_special=False, parse_special=True)
-        if len(found) == 1 and self.token_to_bytes(int(found[0]), special=True) == wanted:
-            return int(found[0])
+        tokens = self.tokenize(wanted, add_special=False, parse_special=True)
+        if len(tokens) == 1 and self.token_to_bytes(int(tokens[0]), special=True) == wanted:
+            return int(tokens[0])
         return None
 
     def _special(self, function: Any) -> int | None:

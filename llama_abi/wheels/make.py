@@ -106,7 +106,7 @@ def extra_of(library: Path, stamp: Stamp) -> str:
 
 def _matches(library: Path, pattern: bytes) -> set[bytes]:
     """What the group of ``pattern`` matches in the library's files, whose string tables name all that they link with."""
-    return {found for path in library.glob("lib*") for found in re.findall(pattern, path.read_bytes())}
+    return {match for path in library.glob("lib*") for match in re.findall(pattern, path.read_bytes())}
 
 
 def make(library: Path, out: Path) -> Path:
