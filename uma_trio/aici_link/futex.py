@@ -82,8 +82,8 @@ class Word:
             self.wake()  # the kernel has a full barrier in it
 
     def _call(self, operation: int, value: int, timeout: object) -> None:
-        found = _libc.syscall(
+        result = _libc.syscall(
             self._number, self._address, ctypes.c_int(operation), ctypes.c_uint32(value), timeout, None, ctypes.c_int(0)
         )
-        if found < 0 and (code := ctypes.get_errno()) not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
+        if result < 0 and (code := ctypes.get_errno()) not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
             raise OSError(code, os.strerror(code))

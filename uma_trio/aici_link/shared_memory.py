@@ -57,13 +57,13 @@ class SharedMemory:
         self._reserved: dict[int, int] = {}
 
     def _has_size(self, size: int) -> bool:
-        found = os.fstat(self._fd).st_size
-        if found not in (0, size):
+        n_bytes = os.fstat(self._fd).st_size
+        if n_bytes not in (0, size):
             raise OSError(
                 errno.EINVAL,
-                f"{self.name} has {found} bytes, and {size} are expected; give engine and runtime the same sizes",
+                f"{self.name} has {n_bytes} bytes, and {size} are expected; give engine and runtime the same sizes",
             )
-        return found == size
+        return n_bytes == size
 
     def reserve(self, begin: int, end: int) -> None:
         """Make sure that bytes can be written: a page that finds no room ends the process with SIGBUS.
@@ -126,11 +126,11 @@ def remove_stale() -> list[str]:
     """
     removed = []
     try:
-        found = sorted(entry.name for entry in os.scandir(FOLDER))
+        names = sorted(entry.name for entry in os.scandir(FOLDER))
     except OSError:  # not Linux
         return []
     stale: dict[str, bool] = {}
-    for name in found:
+    for name in names:
         if (match := _OURS.match(name)) is None:
             continue
         prefix, pid = match[1], int(match[2])

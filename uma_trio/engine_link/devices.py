@@ -185,14 +185,14 @@ def memory_by_device(
         devices: with their memory now.
     """
     fields = {"model": "weights", "KV": "kv_cache", "RS": "kv_cache"}
-    found: dict[str, dict[str, int]] = {}
-    for device, kind, n_bytes in buffers:
-        sums, field = found.setdefault(device, {}), fields.get(kind, "compute")
+    by_device: dict[str, dict[str, int]] = {}
+    for name, kind, n_bytes in buffers:
+        sums, field = by_device.setdefault(name, {}), fields.get(kind, "compute")
         sums[field] = sums.get(field, 0) + n_bytes
-    for each in devices:
-        if each.name in found:
-            found[each.name] |= {"free": each.memory_free, "capacity": each.memory_total}
-    return tuple([DeviceMemory(device, **sums) for device, sums in sorted(found.items())])
+    for device in devices:
+        if device.name in by_device:
+            by_device[device.name] |= {"free": device.memory_free, "capacity": device.memory_total}
+    return tuple([DeviceMemory(device, **sums) for device, sums in sorted(by_device.items())])
 
 
 def size(n: int) -> str:

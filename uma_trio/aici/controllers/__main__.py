@@ -79,12 +79,12 @@ def find_tools() -> Tools:
     linker = shutil.which(f"wasm-ld-{CLANG_VERSION}") or shutil.which("wasm-ld")
     missing = [
         name
-        for name, found in (
+        for name, is_there in (
             ("clang", clang),
             ("wasm-ld", linker),
             ("wasi-libc", Path("/usr/lib/wasm32-wasi/libc.a").exists()),
         )
-        if not found
+        if not is_there
     ]
     if missing or clang is None or linker is None:
         raise BuildError(f"missing: {', '.join(missing)}. On Debian: apt-get install {DEBIAN_PACKAGES}")

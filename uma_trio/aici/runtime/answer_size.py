@@ -45,15 +45,15 @@ def shorten_to_fit(answer: PostPreAnswer | MidAnswer, n_bytes: int) -> tuple[Pos
 
 
 def _fitting(results: Mapping[str, SequenceResult[T]], share: int) -> tuple[dict[str, SequenceResult[T]], set[int]]:
-    found, gone = {}, set()
+    fitting, gone = {}, set()
     for id, result in results.items():
         if _size(result) > share:
             result = _shortened(result, share)
             if (size := _size(result)) > share:
                 result = worker_error(f"its controller says too much at once: {size} bytes, with room for {share}")
                 gone.add(int(id))
-        found[id] = result
-    return found, gone
+        fitting[id] = result
+    return fitting, gone
 
 
 def _shortened(result: SequenceResult[T], share: int) -> SequenceResult[T]:

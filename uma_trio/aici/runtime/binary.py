@@ -69,7 +69,7 @@ def sections(wasm: bytes) -> dict[int, bytes]:
     Raises:
         NotReadable: an unknown section.
     """
-    found = {}
+    sections_read = {}
     position = HEADER_BYTES
     while position < len(wasm):
         number = wasm[position]
@@ -77,12 +77,12 @@ def sections(wasm: bytes) -> dict[int, bytes]:
         position = start + size
         if number == CUSTOM:
             if size <= MAX_NAMES_BYTES and wasm.startswith(b"\4name", start):
-                found[number] = wasm[start:position]
+                sections_read[number] = wasm[start:position]
         elif number in ORDER:
-            found[number] = wasm[start:position]
+            sections_read[number] = wasm[start:position]
         else:
             raise NotReadable(f"section {number} is not supported")
-    return found
+    return sections_read
 
 
 # -- where an entry ends --------------------------------------------------------------------------
@@ -158,9 +158,9 @@ def decode(data: bytes, position: int) -> tuple[int, int]:
 
 def encode(value: int) -> bytes:
     """An unsigned LEB128 number."""
-    found = bytearray()
+    encoded = bytearray()
     while value > 0x7F:
-        found.append(value & 0x7F | 0x80)
+        encoded.append(value & 0x7F | 0x80)
         value >>= 7
-    found.append(value)
-    return bytes(found)
+    encoded.append(value)
+    return bytes(encoded)

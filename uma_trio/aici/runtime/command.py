@@ -155,8 +155,8 @@ class _ProcessExit:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-        for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(each, end)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, end)
 
     def end_with(self, parent: int) -> None:
         """End when ``parent`` ends."""

@@ -190,10 +190,10 @@ def _mask(guest: Guest, live: LiveConstraint) -> int:
 
 def _allowed_one(guest: Guest, live: LiveConstraint) -> int:
     words = np.frombuffer(_computed_mask(guest, live), "<u4")
-    found = np.flatnonzero(words)
-    if len(found) != 1 or (word := int(words[found[0]])).bit_count() != 1:
-        raise _Refused("more than one token is allowed" if len(found) else "no token is allowed")
-    return int(found[0]) * 8 * words.itemsize + word.bit_length() - 1
+    allowed = np.flatnonzero(words)
+    if len(allowed) != 1 or (word := int(words[allowed[0]])).bit_count() != 1:
+        raise _Refused("more than one token is allowed" if len(allowed) else "no token is allowed")
+    return int(allowed[0]) * 8 * words.itemsize + word.bit_length() - 1
 
 
 def _advance(guest: Guest, live: LiveConstraint, start: int, n: int) -> int:

@@ -133,10 +133,10 @@ def _fd_write(guest: Guest, fd: int, buffers: int, n_buffers: int, n_written: in
     return SUCCESS
 
 
-def _fd_fdstat_get(guest: Guest, fd: int, found: int) -> int:
+def _fd_fdstat_get(guest: Guest, fd: int, address: int) -> int:
     if fd > STDERR:
         return BADF
-    guest.memory.write(found, bytes([CHARACTER_DEVICE]) + bytes(23))
+    guest.memory.write(address, bytes([CHARACTER_DEVICE]) + bytes(23))
     return SUCCESS
 
 

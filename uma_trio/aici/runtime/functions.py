@@ -73,7 +73,7 @@ class HostFunctions:
 
     def _define(self, module: str, name: str, signature: Signature, function: Callable[..., int | None]) -> Any:
         parameters, results = signature
-        ty = wasmtime.FuncType([_TYPES[each]() for each in parameters], [_TYPES[each]() for each in results])
+        ty = wasmtime.FuncType([_TYPES[letter]() for letter in parameters], [_TYPES[letter]() for letter in results])
         callback = ffi.wasmtime_func_unchecked_callback_t(self._callback(name, function, signature))
         module_name, function_name = module.encode(), name.encode()
         error = ffi.wasmtime_linker_define_func_unchecked(
@@ -93,7 +93,7 @@ class HostFunctions:
     def _callback(self, name: str, function: Callable[..., int | None], signature: Signature) -> Callable[..., int]:
         current, turns, cpu_s = self._current, self._turns, self._turns.cpu_s
         has_turns = name not in WITHOUT_TURNS
-        fields = tuple((n, *_FIELDS[each]) for n, each in enumerate(signature[0]))
+        fields = tuple((n, *_FIELDS[letter]) for n, letter in enumerate(signature[0]))
         has_result = bool(signature[1])
 
         def run(_data: Any, _caller: Any, values: Any, _n_values: int) -> int:

@@ -89,7 +89,7 @@ class WasmHost:
             linked = self._functions.link(code)
         except wasmtime.WasmtimeError as error:
             raise ValueError(f"the module was compiled for something else: {error}") from None
-        if any(each.module == CONSTRAINT for each in code.imports):
+        if any(imported.module == CONSTRAINT for imported in code.imports):
             self.prepare()
         return Module(code, linked)
 

@@ -153,9 +153,9 @@ def _unusual(body: bytes, position: int) -> Iterator[tuple[int, int]]:
         elif body[position] == _MEMORY_GROW:
             yield position, position + 2
             position += 2
-        elif (found := _CHANGES_TABLE.match(body, position)) is not None:
-            yield position, found.end()
-            position = found.end()
+        elif (change := _CHANGES_TABLE.match(body, position)) is not None:
+            yield position, change.end()
+            position = change.end()
         else:
             raise NotReadable(f"instruction {body[position : position + 2].hex(' ')} is not supported")
 
@@ -169,13 +169,13 @@ def _after_locals(body: bytes, position: int) -> int:
 
 def _mutable_globals(globals_: Vector) -> tuple[list[int], bool]:
     """Indices of those that can be copied, and whether there are others."""
-    found, has_vector = [], False
+    copied, has_vector = [], False
     for index, entry in enumerate(globals_.split(_global_end)):
         if entry[1] and entry[0] == binary.V128:
             has_vector = True
         elif entry[1]:
-            found.append(index)
-    return found, has_vector
+            copied.append(index)
+    return copied, has_vector
 
 
 def _global_end(section: bytes, position: int) -> int:

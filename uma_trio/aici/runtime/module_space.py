@@ -49,13 +49,13 @@ def to_remove(stored: Iterable[StoredModule], owner: str, n_bytes: int, space: S
     Raises:
         NoRoom: what may be removed is not enough.
     """
-    modules = sorted(stored, key=lambda each: each.used_at)
-    sizes, numbers = Counter[str](), Counter(each.owner for each in modules)
-    for each in modules:
-        sizes[each.owner] += each.n_bytes
+    modules = sorted(stored, key=lambda module: module.used_at)
+    sizes, numbers = Counter[str](), Counter(module.owner for module in modules)
+    for module in modules:
+        sizes[module.owner] += module.n_bytes
     sizes[owner] += n_bytes
     numbers[owner] += 1
-    removable = {name: [each for each in modules if each.owner == name and not each.has_tag] for name in sizes}
+    removable = {name: [module for module in modules if module.owner == name and not module.has_tag] for name in sizes}
     removed: list[StoredModule] = []
 
     def remove_one_of(name: str) -> bool:

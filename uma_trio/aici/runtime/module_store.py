@@ -156,8 +156,8 @@ class ModuleStore:
         wants_all = owner is None and auth.is_admin
         owners = self._owners() if wants_all else [self._files(_owner(auth, owner))]
         shared = self._shared.all()
-        found = [record for files in owners for record in files.records(shared)]
-        return sorted(found, key=lambda each: (-each.used_at, each.module_id))[:MAX_LISTED]
+        records = [record for files in owners for record in files.records(shared)]
+        return sorted(records, key=lambda record: (-record.used_at, record.module_id))[:MAX_LISTED]
 
     def remove_module(self, module_id: str, auth: Auth, owner: str | None = None) -> list[str]:
         """Remove a module of ``owner``, and its tags; returns the names that are gone.  What runs goes on.
@@ -202,7 +202,7 @@ class ModuleStore:
         sizes = self._shipped.sizes(module_id) if files is None else files.sizes(module_id)
         place = self._shared if auth.is_admin else self._files(auth.user).tags
         owner = auth.user if files is None else files.owner
-        found = [OwnedTag(tag, module_id, int(time.time()), auth.user, *sizes, owner) for tag in tags]
+        new_tags = [OwnedTag(tag, module_id, int(time.time()), auth.user, *sizes, owner) for tag in tags]
         with self._changing():
             known = {*place.names()}
             new = {*tags} - known
@@ -210,14 +210,16 @@ class ModuleStore:
                 raise StoreError(f"there are {len(known)} tags, at most {MAX_TAGS} are possible; delete some")
             if files is not None and not files.has(module_id):
                 raise StoreError(f"module {module_id} not found; it was deleted")
-            place.write(found)
-        return [each.info for each in found]
+            place.write(new_tags)
+        return [tag.info for tag in new_tags]
 
     def tags(self, auth: Auth) -> list[TagInfo]:
         """The tags that the user can run, the last updated one first."""
-        found = {each.tag: each.info for place in (self._shared, self._files(auth.user).tags) for each in place.all()}
-        found |= {info.tag: info for info in self._shipped.tags()}
-        return sorted(found.values(), key=lambda info: (-info.updated_at, info.tag))
+        by_name = {
+            owned.tag: owned.info for place in (self._shared, self._files(auth.user).tags) for owned in place.all()
+        }
+        by_name |= {info.tag: info for info in self._shipped.tags()}
+        return sorted(by_name.values(), key=lambda info: (-info.updated_at, info.tag))
 
     def remove_tags(self, tags: Sequence[str], auth: Auth, owner: str | None = None) -> list[str]:
         """Remove tags of ``owner``, all or none; returns them.
@@ -311,14 +313,16 @@ class ModuleStore:
         """
         space = attrs.evolve(self._space, max_owner_bytes=self._space.max_bytes) if auth.is_admin else self._space
         with self._changing():
-            others = [each for each in self._all_stored() if (each.owner, each.module_id) != (files.owner, module_id)]
+            others = [
+                other for other in self._all_stored() if (other.owner, other.module_id) != (files.owner, module_id)
+            ]
             try:
                 leaving = to_remove(others, files.owner, len(wasm) + len(compiled), space)
             except NoRoom as refusal:
                 raise StoreError(str(refusal)) from None
-            for each in leaving:
-                log.info("removed module %s: it has no tag, and another module needs the space", each.module_id)
-                self._remove(self._files(each.owner), each.module_id)
+            for module in leaving:
+                log.info("removed module %s: it has no tag, and another module needs the space", module.module_id)
+                self._remove(self._files(module.owner), module.module_id)
             files.write(module_id, wasm, compiled)
             with self._lock:
                 self._loaded.pop((files.owner, module_id), None)
@@ -327,8 +331,8 @@ class ModuleStore:
         shared = {(tag.owner, tag.module_id) for tag in self._shared.all()}
         for files in self._owners():
             try:
-                for each in files.stored():
-                    yield attrs.evolve(each, has_tag=each.has_tag or (each.owner, each.module_id) in shared)
+                for module in files.stored():
+                    yield attrs.evolve(module, has_tag=module.has_tag or (module.owner, module.module_id) in shared)
             except OSError as error:
                 warn_once(files.wasm(""), f"the modules of {files.owner} cannot be read: {error}")
 
@@ -347,13 +351,13 @@ class ModuleStore:
             CannotCompile: another thread compiles it, for longer than ``TURN_SECONDS``.
         """
         with self._lock:
-            found = self._module_locks.setdefault((files.owner, module_id), threading.Lock())
-        if not found.acquire(timeout=TURN_SECONDS):
+            lock = self._module_locks.setdefault((files.owner, module_id), threading.Lock())
+        if not lock.acquire(timeout=TURN_SECONDS):
             raise CannotCompile(f"module {module_id} is being compiled; try again later")
         try:
             yield
         finally:
-            found.release()
+            lock.release()
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:

@@ -49,10 +49,10 @@ class ShippedModules:
         self._host = host
         self._folder = folder
         self._of_id = {hashlib.sha256(wasm).hexdigest(): _Shipped(name, wasm) for name, wasm in modules.items()}
-        self._id_of = {each.name: module_id for module_id, each in self._of_id.items()}
-        for module_id, each in self._of_id.items():
+        self._id_of = {shipped.name: module_id for module_id, shipped in self._of_id.items()}
+        for module_id, shipped in self._of_id.items():
             with contextlib.suppress(OSError):
-                each.compiled_size = max(0, self._path(module_id).stat().st_size - DIGEST_BYTES)
+                shipped.compiled_size = max(0, self._path(module_id).stat().st_size - DIGEST_BYTES)
 
     def has(self, module_id: str) -> bool:
         """Whether a module comes with uma-trio."""
@@ -64,8 +64,8 @@ class ShippedModules:
 
     def sizes(self, module_id: str) -> tuple[int, int]:
         """Bytes of the module and of its machine code; 0 if it was never compiled."""
-        each = self._of_id[module_id]
-        return len(each.wasm), each.compiled_size
+        shipped = self._of_id[module_id]
+        return len(shipped.wasm), shipped.compiled_size
 
     def compiled_size(self, module_id: str) -> int:
         """Bytes of the machine code."""
@@ -73,7 +73,10 @@ class ShippedModules:
 
     def tags(self) -> list[TagInfo]:
         """The names of all."""
-        return [TagInfo(each.name, id, 0, BY, len(each.wasm), each.compiled_size) for id, each in self._of_id.items()]
+        return [
+            TagInfo(shipped.name, id, 0, BY, len(shipped.wasm), shipped.compiled_size)
+            for id, shipped in self._of_id.items()
+        ]
 
     def open(self, module_id: str) -> Module:
         """A controller, compiled when it is first needed, and again if that failed.
@@ -81,23 +84,23 @@ class ShippedModules:
         Raises:
             CannotCompile, BadModule, OSError: see ``WasmHost.compile``.
         """
-        each = self._of_id[module_id]
-        failures = each.failures
-        with each.lock:
-            if each.module is None:
-                if each.failures > failures:  # an attempt failed while this caller waited: one is enough
-                    raise CannotCompile(f"{each.name} could not be compiled; try again")
+        shipped = self._of_id[module_id]
+        failures = shipped.failures
+        with shipped.lock:
+            if shipped.module is None:
+                if shipped.failures > failures:  # an attempt failed while this caller waited: one is enough
+                    raise CannotCompile(f"{shipped.name} could not be compiled; try again")
                 try:
-                    each.module = self._load(module_id, each)
+                    shipped.module = self._load(module_id, shipped)
                 except BaseException:
-                    each.failures += 1
+                    shipped.failures += 1
                     raise
-            return each.module
+            return shipped.module
 
-    def _load(self, module_id: str, each: _Shipped) -> Module:
+    def _load(self, module_id: str, shipped: _Shipped) -> Module:
         def compiled() -> bytes:
-            code = self._host.compile(each.wasm, is_ours=True)
-            each.compiled_size = len(code)
+            code = self._host.compile(shipped.wasm, is_ours=True)
+            shipped.compiled_size = len(code)
             with contextlib.suppress(OSError):  # then the code cannot be kept either, and the log says so
                 self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 for old in self._folder.iterdir():
@@ -105,7 +108,7 @@ class ShippedModules:
                         old.unlink()
             return code
 
-        return load_or_compile(self._path(module_id), each.name, self._host, compiled)
+        return load_or_compile(self._path(module_id), shipped.name, self._host, compiled)
 
     def _path(self, module_id: str) -> Path:
         return self._folder / f"{module_id}.elf"

@@ -102,13 +102,13 @@ OPTIONAL_EXPORTS: Final[Mapping[str, Signature]] = {"aici_panic": ("", "")}
 def check_interface(wasm: bytes, max_memory_bytes: int) -> None:
     """Raises ``BadModule`` unless a valid module can be a controller, ``NotReadable`` if it has something unknown."""
     sections = binary.sections(wasm)
-    types = [_signature(each) for each in Vector(sections.get(binary.TYPE)).split(binary.type_end)]
+    types = [_signature(entry) for entry in Vector(sections.get(binary.TYPE)).split(binary.type_end)]
     imported = [*Vector(sections.get(binary.IMPORT)).split(binary.import_end)]
-    functions = [_check_import(each, types) for each in imported]  # Wasm numbers them first
+    functions = [_check_import(entry, types) for entry in imported]  # Wasm numbers them first
     own = Vector(sections.get(binary.FUNCTION)).split(binary.number_end)
-    functions += [types[binary.decode(each, 0)[0]] for each in own]
+    functions += [types[binary.decode(number, 0)[0]] for number in own]
     memories = [*Vector(sections.get(binary.MEMORY)).split(binary.limits_end)]
-    exports = dict(_export(each) for each in Vector(sections.get(binary.EXPORT)).split(binary.export_end))
+    exports = dict(_export(entry) for entry in Vector(sections.get(binary.EXPORT)).split(binary.export_end))
     if len(exports) > MAX_EXPORTS:
         raise BadModule(f"the module exports {len(exports)} things; at most {MAX_EXPORTS}")
     missing = [name for name in ("memory", *EXPORTS) if name not in exports]
@@ -157,9 +157,9 @@ def _signature(entry: bytes) -> Signature:
 
 def _letters(entry: bytes, position: int) -> str:
     size, start = binary.decode(entry, position)
-    return "".join(_LETTERS.get(each, _OTHER) for each in entry[start : start + size])
+    return "".join(_LETTERS.get(letter, _OTHER) for letter in entry[start : start + size])
 
 
 def _signature_text(signature: Signature) -> str:
-    parameters, results = (", ".join(_NAMES[each] for each in part) for part in signature)
+    parameters, results = (", ".join(_NAMES[letter] for letter in part) for part in signature)
     return f"({parameters}) -> ({results})"

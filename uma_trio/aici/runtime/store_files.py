@@ -50,8 +50,8 @@ def read_compiled(path: Path) -> bytes:
         OSError: it cannot be read.
         ValueError: it is damaged, or another user can write to its folder.
     """
-    found = path.parent.stat()
-    if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    status = path.parent.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ValueError(f"others can write to {path.parent}")
     data = path.read_bytes()
     compiled, digest = data[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
@@ -141,13 +141,17 @@ class TagFiles:
     def names(self) -> list[str]:
         """The names of all tags that have a file, damaged or not."""
         try:
-            found = os.listdir(self._folder)
+            file_names = os.listdir(self._folder)
         except FileNotFoundError:
             return []
         except OSError as error:
             warn_once(self._folder, f"the tags in {self._folder} cannot be read: {error.strerror}")
             return []
-        return [name for each in found if each.endswith(".json") and is_tag(name := each.removesuffix(".json"))]
+        return [
+            name
+            for file_name in file_names
+            if file_name.endswith(".json") and is_tag(name := file_name.removesuffix(".json"))
+        ]
 
     def write(self, tags: Iterable[OwnedTag]) -> None:
         """Set tags.  Raises ``OSError``."""
@@ -227,14 +231,14 @@ class OwnerFiles:
         tagged = {tag.module_id for tag in self.tags.all()}
         sizes: dict[str, int] = {}
         used_at: dict[str, float] = {}
-        for name, found in _files_of(self._folder):
+        for name, status in _files_of(self._folder):
             if name.endswith(".tmp"):
-                if time.time() - found.st_mtime > ABANDONED_S:
+                if time.time() - status.st_mtime > ABANDONED_S:
                     (self._folder / name).unlink(missing_ok=True)
             elif MODULE_ID.fullmatch(module_id := name.partition(".")[0]):
-                sizes[module_id] = sizes.get(module_id, 0) + found.st_size
+                sizes[module_id] = sizes.get(module_id, 0) + status.st_size
                 if name.endswith(".wasm"):
-                    used_at[module_id] = found.st_mtime
+                    used_at[module_id] = status.st_mtime
         for module_id, size in sizes.items():
             yield StoredModule(self.owner, module_id, size, used_at.get(module_id, 0.0), module_id in tagged)
 
@@ -265,10 +269,10 @@ class OwnerFiles:
 
 def all_owners(folder: Path) -> Iterator[OwnerFiles]:
     """All owners below ``folder``.  Raises ``OSError``."""
-    for each in sorted(folder.iterdir()) if folder.is_dir() else []:
-        owner = _name_in(each)
-        if owner is None or _folder_name(owner) != each.name:
-            warn_once(each, f"{each} is ignored: it does not say whose modules it has; remove it")
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        owner = _name_in(path)
+        if owner is None or _folder_name(owner) != path.name:
+            warn_once(path, f"{path} is ignored: it does not say whose modules it has; remove it")
         else:
             yield OwnerFiles(folder, owner)
 

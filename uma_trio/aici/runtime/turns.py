@@ -112,7 +112,9 @@ class HostTurns:
         if self._served is not None or min(self._waiting, key=_spent, default=turn).spent_s < turn.spent_s:
             return threading.TIMEOUT_MAX
         now = self._now()
-        ends = [each.began + PROTECTED_S for each in self._in_flight if self._has_share(each)]
+        ends = [
+            turn_in_flight.began + PROTECTED_S for turn_in_flight in self._in_flight if self._has_share(turn_in_flight)
+        ]
         return max(0.0, max(ends, default=now) - now)
 
     def _has_share(self, turn: Turn) -> bool:

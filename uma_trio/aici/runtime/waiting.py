@@ -48,15 +48,17 @@ class WaitingControllers:
     def take(self, req_id: str) -> Controller | None:
         """The controller of a request, which then belongs to the caller; ``None`` if none waits."""
         with self._lock:
-            found = self._waiting.pop(req_id, None)
-        return None if found is None else found.controller
+            waiting = self._waiting.pop(req_id, None)
+        return None if waiting is None else waiting.controller
 
     def expire(self) -> None:
         """Close controllers that have waited too long, or that have lost their memory."""
         oldest = time.monotonic() - self._expire_s
         with self._lock:
             gone = [
-                req_id for req_id, each in self._waiting.items() if each.since < oldest or each.controller.is_evicted
+                req_id
+                for req_id, waiting in self._waiting.items()
+                if waiting.since < oldest or waiting.controller.is_evicted
             ]
             controllers = [self._waiting.pop(req_id).controller for req_id in gone]
         for controller in controllers:
