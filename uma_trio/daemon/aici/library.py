@@ -58,6 +58,6 @@ async def answer(
 
 
 def _events(records: Sequence[T], make: Callable[[Sequence[T], bool], Controllers]) -> Iterator[Controllers]:
-    """Events with some of ``found`` each; at least one."""
+    """Yield events with some of ``records`` each; at least one event."""
     for at in range(0, max(1, len(records)), PER_EVENT):
         yield make(records[at : at + PER_EVENT], at + PER_EVENT < len(records))
