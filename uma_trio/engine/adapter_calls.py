@@ -41,7 +41,7 @@ def split_by_adapters(
     Returns:
         Calls with the same tokens in the same order.
     """
-    if len({each.adapters for each in inputs}) < 2:
+    if len({step_input.adapters for step_input in inputs}) < 2:
         return (inputs,)
     if n_ubatch is not None:
         return split_into_passes(inputs, n_ubatch)
@@ -56,24 +56,24 @@ def split_into_passes(inputs: Sequence[StepInput], n_rows: int) -> list[list[Ste
     The tokens of an input that are sampled from stay in one pass, since they are verified together.  So the pass before
     may have fewer tokens.  If they are more than ``n_rows``, they are a longer pass of their own.
     """
-    found: list[list[StepInput]] = [[]]
+    passes: list[list[StepInput]] = [[]]
     left = n_rows
-    for each in inputs:
-        rest = each
+    for step_input in inputs:
+        rest = step_input
         while len(rest.tokens) > left:
             n = min(left, len(rest.tokens) - len(rest.samples))
             if n > 0:
-                found[-1].append(msgspec.structs.replace(rest, tokens=rest.tokens[:n], samples=()))
+                passes[-1].append(msgspec.structs.replace(rest, tokens=rest.tokens[:n], samples=()))
                 rest = msgspec.structs.replace(rest, position=rest.position + n, tokens=rest.tokens[n:])
-            if found[-1]:
-                found.append([])
+            if passes[-1]:
+                passes.append([])
             left = n_rows
             if len(rest.tokens) == len(rest.samples) > n_rows:
                 break  # nothing more can be split off
-        found[-1].append(rest)
+        passes[-1].append(rest)
         left -= len(rest.tokens)
-    return found
+    return passes
 
 
 def _has_consecutive_ids(inputs: Sequence[StepInput]) -> bool:
-    return all(each.seq_id == inputs[0].seq_id + n for n, each in enumerate(inputs))
+    return all(step_input.seq_id == inputs[0].seq_id + n for n, step_input in enumerate(inputs))

@@ -129,51 +129,62 @@ class Drafter:
         began = time.perf_counter()
         calls = n_tokens = 0
         failure = None
-        drafts: dict[int, list[int]] = {each.seq_id: [] for each in inputs}
+        drafts: dict[int, list[int]] = {draft_input.seq_id: [] for draft_input in inputs}
         try:
             rows = self._prepare(inputs)
-            n_tokens = sum([len(each.tokens) for each in rows])
+            n_tokens = sum([len(row.tokens) for row in rows])
             probability = dict.fromkeys(drafts, 1.0)
             waiting = self._begin(rows) if rows else []
             calls = int(bool(rows))
             while waiting:
-                likeliest, probabilities = self._likeliest([each.temperature for each in waiting])
+                likeliest, probabilities = self._likeliest([row.temperature for row in waiting])
                 going_on: list[DraftInput] = []
-                for each, token, share in zip(waiting, likeliest, probabilities, strict=True):
-                    probability[each.seq_id] *= share
-                    if probability[each.seq_id] < min_probability:
+                for row, token, share in zip(waiting, likeliest, probabilities, strict=True):
+                    probability[row.seq_id] *= share
+                    if probability[row.seq_id] < min_probability:
                         continue
-                    drafts[each.seq_id].append(token)
-                    if len(drafts[each.seq_id]) < each.n_drafts and token not in self._end_ids:
-                        going_on.append(each)
+                    drafts[row.seq_id].append(token)
+                    if len(drafts[row.seq_id]) < row.n_drafts and token not in self._end_ids:
+                        going_on.append(row)
                 waiting = going_on
                 if waiting:
-                    self._go_on([(each.seq_id, drafts[each.seq_id][-1]) for each in waiting])
+                    self._go_on([(row.seq_id, drafts[row.seq_id][-1]) for row in waiting])
                     calls += 1
         except (llama_abi.LlamaError, MemoryError) as error:
             failure = str(error)
             self.reset()
-        found = [Draft(each.seq_id, len(self._held.get(each.seq_id, ())), drafts[each.seq_id]) for each in inputs]
+        drafted = [
+            Draft(draft_input.seq_id, len(self._held.get(draft_input.seq_id, ())), drafts[draft_input.seq_id])
+            for draft_input in inputs
+        ]
         if failure is not None:
-            found = [Draft(each.seq_id, 0, ()) for each in inputs]
-        return Drafted(found, 1e3 * (time.perf_counter() - began), calls, n_tokens, failure)
+            drafted = [Draft(draft_input.seq_id, 0, ()) for draft_input in inputs]
+        return Drafted(drafted, 1e3 * (time.perf_counter() - began), calls, n_tokens, failure)
 
     def _prepare(self, inputs: Sequence[DraftInput]) -> list[DraftInput]:
         """Remove what does not belong to the sequences; returns what is computed of each, as far as it fits a batch."""
-        found, room = [], self._options.n_batch
-        for each in inputs:
-            held = self._held.setdefault(each.seq_id, [])
-            if len(held) < each.position:
-                self._cut(each.seq_id, 0)
+        rows, room = [], self._options.n_batch
+        for draft_input in inputs:
+            held = self._held.setdefault(draft_input.seq_id, [])
+            if len(held) < draft_input.position:
+                self._cut(draft_input.seq_id, 0)
                 continue
-            most = len(each.tokens) - bool(each.n_drafts)  # drafts follow the logits of the last token
-            n = common_list_prefix(held[each.position :], each.tokens[:most])
-            self._cut(each.seq_id, each.position + n)
-            if 0 < len(each.tokens) - n <= room:
-                room -= len(each.tokens) - n
-                rest = each.tokens[n:]
-                found.append(DraftInput(each.seq_id, each.position + n, rest, each.n_drafts, each.temperature))
-        return found
+            most = len(draft_input.tokens) - bool(draft_input.n_drafts)  # drafts follow the logits of the last token
+            n = common_list_prefix(held[draft_input.position :], draft_input.tokens[:most])
+            self._cut(draft_input.seq_id, draft_input.position + n)
+            if 0 < len(draft_input.tokens) - n <= room:
+                room -= len(draft_input.tokens) - n
+                rest = draft_input.tokens[n:]
+                rows.append(
+                    DraftInput(
+                        draft_input.seq_id,
+                        draft_input.position + n,
+                        rest,
+                        draft_input.n_drafts,
+                        draft_input.temperature,
+                    )
+                )
+        return rows
 
     def _cut(self, seq_id: int, length: int) -> None:
         if len(self._held[seq_id]) > length:
@@ -185,18 +196,18 @@ class Drafter:
         batch = self._batch
         batch.clear()
         waiting = []
-        for each in rows:
+        for row in rows:
             batch.add(
-                each.tokens,
-                pos=each.position,
-                seq=each.seq_id,
-                logits="last" if each.n_drafts else "none",
+                row.tokens,
+                pos=row.position,
+                seq=row.seq_id,
+                logits="last" if row.n_drafts else "none",
             )
-            if each.n_drafts:
-                waiting.append(each)
-        self._decode([each.seq_id for each in rows])
-        for each in rows:
-            self._held[each.seq_id] += each.tokens
+            if row.n_drafts:
+                waiting.append(row)
+        self._decode([row.seq_id for row in rows])
+        for row in rows:
+            self._held[row.seq_id] += row.tokens
         return waiting
 
     def _go_on(self, rows: Sequence[tuple[int, int]]) -> None:

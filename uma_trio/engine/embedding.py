@@ -133,10 +133,10 @@ class Embedder:
         return round(self._context.n_ctx * self._cell_bytes) + self.n_batch * self._row_bytes
 
     def _compute(self, inputs: Sequence[EmbeddingInput], adapters: Scales) -> list[npt.NDArray[np.float32]]:
-        going_on = {each.seq_id for each in inputs if each.position}
+        going_on = {text.seq_id for text in inputs if text.position}
         if not going_on <= self._open.keys():
             raise llama_abi.LlamaError("the beginning of a text is lost")
-        context = self._context_for(max(each.length for each in inputs), keep=bool(going_on))
+        context = self._context_for(max(text.length for text in inputs), keep=bool(going_on))
         for seq_id in [seq_id for seq_id in self._open if seq_id not in going_on]:  # its client has gone
             self._drop(context, seq_id)
         self._adapters.apply(context, adapters)
@@ -148,23 +148,23 @@ class Embedder:
     def _call(self, context: llama_abi.Context, inputs: Sequence[EmbeddingInput]) -> list[npt.NDArray[np.float32]]:
         """Compute one ``llama_decode`` call; returns the vectors of the texts that end."""
         self._batch.clear()
-        for each in inputs:
-            self._batch.add(each.tokens, pos=each.position, seq=each.seq_id, logits="all")
+        for text in inputs:
+            self._batch.add(text.tokens, pos=text.position, seq=text.seq_id, logits="all")
         if code := context.decode(self._batch):
             raise llama_abi.LlamaError({1: "no room in the context", 2: "aborted"}.get(code, f"code {code}"))
         rows = context.embeddings()
         vectors, at = [], 0
-        for each in inputs:
-            pooled = self._pool(each, rows[at : at + len(each.tokens)])
-            at += len(each.tokens)
-            if each.is_last:
-                vectors.append(normalized(pooled / each.length if self.pooling == "mean" else pooled))
-                self._drop(context, each.seq_id)
+        for text in inputs:
+            pooled = self._pool(text, rows[at : at + len(text.tokens)])
+            at += len(text.tokens)
+            if text.is_last:
+                vectors.append(normalized(pooled / text.length if self.pooling == "mean" else pooled))
+                self._drop(context, text.seq_id)
         return vectors
 
-    def _pool(self, each: EmbeddingInput, rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+    def _pool(self, text: EmbeddingInput, rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
         """What is pooled of the text up to here."""
-        known = self._open.get(each.seq_id)
+        known = self._open.get(text.seq_id)
         total: npt.NDArray[np.float64]
         match self.pooling:
             case "last":
@@ -175,7 +175,7 @@ class Embedder:
                 total = rows.sum(axis=0, dtype=np.float64)
                 if known is not None:
                     total += known.total
-        self._open[each.seq_id] = _OpenText(total)
+        self._open[text.seq_id] = _OpenText(total)
         return total
 
     def _drop(self, context: llama_abi.Context, seq_id: int) -> None:
@@ -228,25 +228,25 @@ def pooling_of(pooling_type: str | None) -> Pooling | None:
     Returns:
         ``mean`` where the metadata name no pooling, and ``None`` for a model that ranks texts.
     """
-    found = POOLING.get(int(pooling_type or 0), "none")
-    return None if found == "rank" else cast(Pooling, "mean" if found == "none" else found)
+    pooling = POOLING.get(int(pooling_type or 0), "none")
+    return None if pooling == "rank" else cast(Pooling, "mean" if pooling == "none" else pooling)
 
 
 def _calls(inputs: Sequence[EmbeddingInput]) -> list[list[EmbeddingInput]]:
     """Divide ``inputs`` into calls.  Without flash attention each token costs attention over all texts of its call."""
     calls: list[list[EmbeddingInput]] = []
     n_tokens = MIN_CALL
-    for each in inputs:
+    for text in inputs:
         if n_tokens >= MIN_CALL:
             calls.append([])
             n_tokens = 0
-        calls[-1].append(each)
-        n_tokens += len(each.tokens)
+        calls[-1].append(text)
+        n_tokens += len(text.tokens)
     return calls
 
 
 def normalized(vector: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
     """``vector`` with length 1; zeros stay zeros."""
     length = float(np.sqrt(vector @ vector))
-    found: npt.NDArray[np.float32] = (vector / (length or 1.0)).astype(np.float32)
-    return found
+    unit: npt.NDArray[np.float32] = (vector / (length or 1.0)).astype(np.float32)
+    return unit

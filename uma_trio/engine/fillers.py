@@ -24,9 +24,9 @@ DIVIDED_CELLS: Final = 256
 """llama.cpp computes with cells in steps of 256; from two steps on, threads divide those of a row that is alone."""
 
 
-def is_decode(each: StepInput) -> bool:
+def is_decode(step_input: StepInput) -> bool:
     """One token whose logits are wanted."""
-    return len(each.tokens) == 1 == len(each.samples)
+    return len(step_input.tokens) == 1 == len(step_input.samples)
 
 
 def missing_ids(inputs: Sequence[StepInput]) -> list[int]:
@@ -37,10 +37,10 @@ def missing_ids(inputs: Sequence[StepInput]) -> list[int]:
     if len(inputs) < 2 or inputs[-1].seq_id - inputs[0].seq_id < len(inputs) or not all(map(is_decode, inputs)):
         return []
     missing: list[int] = []
-    for before, each in pairwise(inputs):
-        if each.seq_id <= before.seq_id:
+    for before, following in pairwise(inputs):
+        if following.seq_id <= before.seq_id:
             return []
-        missing += range(before.seq_id + 1, each.seq_id)
+        missing += range(before.seq_id + 1, following.seq_id)
     return missing
 
 
@@ -67,8 +67,8 @@ def add_filled(batch: llama_abi.Batch, inputs: Sequence[StepInput], fillers: Map
 def add_decodes(batch: llama_abi.Batch, inputs: Sequence[StepInput]) -> None:
     """Append inputs of one token each to ``batch``; those that sample get logits."""
     batch.add_decodes(
-        [each.tokens[0] for each in inputs],
-        positions=[each.position for each in inputs],
-        seqs=[each.seq_id for each in inputs],
-        logits=[bool(each.samples) for each in inputs],
+        [step_input.tokens[0] for step_input in inputs],
+        positions=[step_input.position for step_input in inputs],
+        seqs=[step_input.seq_id for step_input in inputs],
+        logits=[bool(step_input.samples) for step_input in inputs],
     )

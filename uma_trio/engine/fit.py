@@ -173,11 +173,11 @@ class Fit:
     @property
     def room(self) -> str:
         """What the model takes of what is free, where it takes most."""
-        gpus = [(n, each) for n, each in zip(self.needs[1:], self.memories[1:], strict=True) if n]
+        gpus = [(n, memory) for n, memory in zip(self.needs[1:], self.memories[1:], strict=True) if n]
         used = gpus or [(self.needs[0], self.memories[0])]
         limit = self.settings.memory_limit_mb * config.MB
-        n_bytes, free_bytes = sum(n for n, _ in used), sum(each.free_bytes for _, each in used)
-        if limit and limit < min(each.free_bytes for _, each in used):
+        n_bytes, free_bytes = sum(n for n, _ in used), sum(memory.free_bytes for _, memory in used)
+        if limit and limit < min(memory.free_bytes for _, memory in used):
             return f"{_of(n_bytes, limit * len(used))} allowed"
         return f"{_of(n_bytes, free_bytes)} free"
 
@@ -212,9 +212,9 @@ def fit(
         KvCacheTooSmall: ``kv_mem_limit_mb`` is too small.
     """
     search = _Search(sizes, settings, tuple(memories), compute, min_batch, companions, arrangement, environment)
-    found = search.best()
-    if found is not None:
-        return found
+    best = search.best()
+    if best is not None:
+        return best
     raise _refusal(search.without_encoder)
 
 
@@ -287,14 +287,14 @@ class _Search:
 
     def best(self) -> Fit | None:
         """The first choice that fits, in the order of giving up; with ``LARGE_BATCH`` if that takes nothing from it."""
-        found = self._first()
-        if found is None or found.gave_up or self.wanted.batch_tokens or not self.environment.computes_masked_cells:
-            return found
-        if found.on_gpu < found.n_layers:
-            return found
-        chosen = found.settings
+        first = self._first()
+        if first is None or first.gave_up or self.wanted.batch_tokens or not self.environment.computes_masked_cells:
+            return first
+        if first.on_gpu < first.n_layers:
+            return first
+        chosen = first.settings
         large = _Stage(chosen.type_k, chosen.type_v, LARGE_BATCH, LEAST_TOKENS)
-        return self._fit(large, found.on_gpu, chosen.ctx) or found
+        return self._fit(large, first.on_gpu, chosen.ctx) or first
 
     def _first(self) -> Fit | None:
         """The first choice that fits, in the order of giving up."""
@@ -302,11 +302,11 @@ class _Search:
         attempts = [(self, stages), (self.without_encoder, [last])]
         if self.companions.projector_bytes:
             attempts.insert(1, (self.without_encoder, stages))
-        for search, each in attempts:
+        for search, search_stages in attempts:
             for n_gpu in self._gpu_layers():
-                for stage in each:
-                    if (found := search._fitting(stage, n_gpu)) is not None:
-                        return found
+                for stage in search_stages:
+                    if (fitting := search._fitting(stage, n_gpu)) is not None:
+                        return fitting
         return None
 
     @property
@@ -348,7 +348,7 @@ class _Search:
         step = KV_CELL_MULTIPLE * (1 if least.layout.unified else self.wanted.parallel)
         if upper == lower or (most := self._fit(stage, n_gpu, upper)) is not None:
             return least if upper == lower else most
-        found = least
+        longest = least
         low, high = lower // step, upper // step
         while high > low:  # low fits, and what is above high does not
             middle = (low + high + 1) // 2
@@ -356,8 +356,8 @@ class _Search:
             if tried is None:
                 high = middle - 1
             else:
-                low, found = middle, tried
-        return found
+                low, longest = middle, tried
+        return longest
 
     def _most_tokens(self, stage: _Stage, n_gpu: int) -> int:
         """The longest context of a request that is chosen where nobody has set it.
@@ -369,7 +369,7 @@ class _Search:
         ctx = self._ctx(DEFAULT_WINDOW)
         if n_gpu < self.sizes.n_layers or self.layout(attrs.evolve(plain, ctx=ctx), n_gpu).unified:
             return DEFAULT_WINDOW
-        affordable = KV_MEMORY_SHARE * sum([each.free_bytes for each in self.memories[1:]])
+        affordable = KV_MEMORY_SHARE * sum([memory.free_bytes for memory in self.memories[1:]])
         tokens = int(affordable / max(1.0, self.sizes.kv_bytes_per_token(plain)) / self.wanted.parallel)
         return min(max(DEFAULT_WINDOW, tokens - tokens % KV_CELL_MULTIPLE), GPU_WINDOW)
 
@@ -394,7 +394,7 @@ class _Search:
             needs = self.needs(settings, layout, n_gpu)
         except Unsupported:
             return None
-        room = [each.usable_bytes(self.wanted) for each in self.memories]
+        room = [memory.usable_bytes(self.wanted) for memory in self.memories]
         if any(need > most for need, most in zip(needs, room, strict=True)):
             return None
         return Fit(
@@ -423,52 +423,52 @@ class _Search:
         """Bytes that the model takes on each memory."""
         sizes, n_cells = self.sizes, layout.n_cells(settings.parallel)
         placed = place_layers(sizes.n_layers, n_gpu, self._shares)
-        found = [0] * len(self.memories)
+        n_bytes_on = [0] * len(self.memories)
         weights = (*sizes.layers, sizes.output_bytes if placed[-1] >= 0 else sizes.output_cpu_bytes)
         for layer, gpu in enumerate(placed):
-            found[gpu + 1] += weights[layer]
+            n_bytes_on[gpu + 1] += weights[layer]
             if layer < len(sizes.layers):
-                found[gpu + 1] += sizes.cache_bytes(settings, layer, n_cells)
+                n_bytes_on[gpu + 1] += sizes.cache_bytes(settings, layer, n_cells)
         for n_bytes, of_layer, memory in self._moved:
-            found[0 if of_layer is None else placed[of_layer] + 1] -= n_bytes
-            found[memory] += n_bytes
-        buffers = self._with_companions(settings, layout, placed, found)
-        for at in range(1, len(found)):
-            if found[at]:
-                found[at] += buffers[at] + GPU_BYTES
+            n_bytes_on[0 if of_layer is None else placed[of_layer] + 1] -= n_bytes
+            n_bytes_on[memory] += n_bytes
+        buffers = self._with_companions(settings, layout, placed, n_bytes_on)
+        for at in range(1, len(n_bytes_on)):
+            if n_bytes_on[at]:
+                n_bytes_on[at] += buffers[at] + GPU_BYTES
         if -1 in placed[:-1] and layout.flash_attn == "off":  # ggml copies the scores as F16 to multiply them with V
             of_stream = n_cells // (1 if layout.unified else settings.parallel)
-            found[0] += layout.n_ubatch * of_stream * sizes.n_head * SCORE_BYTES
-        found[0] += sizes.input_bytes + buffers[0] + PROCESS_BYTES
-        found[0] += sizes.n_vocab * (TOKEN_BYTES + ROW_BYTES * settings.parallel)
-        found = [math.ceil(n * each.correction) for n, each in zip(found, self.memories, strict=True)]
-        found[0] += sum(n for n, each in zip(found, self.memories, strict=True) if each.shares_ram)
-        return tuple(found)
+            n_bytes_on[0] += layout.n_ubatch * of_stream * sizes.n_head * SCORE_BYTES
+        n_bytes_on[0] += sizes.input_bytes + buffers[0] + PROCESS_BYTES
+        n_bytes_on[0] += sizes.n_vocab * (TOKEN_BYTES + ROW_BYTES * settings.parallel)
+        n_bytes_on = [math.ceil(n * memory.correction) for n, memory in zip(n_bytes_on, self.memories, strict=True)]
+        n_bytes_on[0] += sum(n for n, memory in zip(n_bytes_on, self.memories, strict=True) if memory.shares_ram)
+        return tuple(n_bytes_on)
 
     @property
     def _shares(self) -> Sequence[float]:
-        return self.arrangement.shares or [each.free_bytes for each in self.memories[1:]]
+        return self.arrangement.shares or [memory.free_bytes for memory in self.memories[1:]]
 
     @functools.cached_property
     def _moved(self) -> list[tuple[int, int | None, int]]:
         """Tensors that do not go where their layer goes: bytes, layer (``None`` for the input), index of the memory."""
-        found = []
+        moved = []
         patterns = [(re.compile(pattern), memory) for pattern, memory in self.arrangement.moved]
         for name, n_bytes in self.sizes.tensors.items() if patterns else ():
             for pattern, memory in patterns:
                 if pattern.search(name):
-                    found.append((n_bytes, layer_of(name, len(self.sizes.layers)), memory))
+                    moved.append((n_bytes, layer_of(name, len(self.sizes.layers)), memory))
                     break
-        return found
+        return moved
 
     def _with_companions(
-        self, settings: config.Model, layout: Layout, placed: Sequence[int], found: list[int]
+        self, settings: config.Model, layout: Layout, placed: Sequence[int], n_bytes_on: list[int]
     ) -> Sequence[int]:
-        """Add the weights and caches of what is loaded with the model to ``found``; returns all compute buffers."""
+        """Add the weights and caches of what is loaded with the model to ``n_bytes_on``; return all compute buffers."""
         buffers = [*self.compute(settings, layout)]
         for gpu in placed[:-1]:
-            found[gpu + 1] += math.ceil(self.companions.adapter_bytes / max(1, len(placed) - 1))
-        found[1 if settings.mmproj_offload and max(placed) >= 0 else 0] += self.companions.projector_bytes
+            n_bytes_on[gpu + 1] += math.ceil(self.companions.adapter_bytes / max(1, len(placed) - 1))
+        n_bytes_on[1 if settings.mmproj_offload and max(placed) >= 0 else 0] += self.companions.projector_bytes
         draft = self.companions.draft
         if draft is None:
             return buffers
@@ -476,10 +476,10 @@ class _Search:
         own_layout = attrs.evolve(layout, n_ubatch=min(DRAFT_BATCH, settings.batch_tokens))
         weights = (*draft.layers, draft.output_bytes if placed[-1] >= 0 else draft.output_cpu_bytes)
         for layer, gpu in enumerate(place_layers(draft.n_layers, settings.gpu_layers, self._shares)):
-            found[gpu + 1] += weights[layer]
+            n_bytes_on[gpu + 1] += weights[layer]
             if layer < len(draft.layers):
-                found[gpu + 1] += draft.cache_bytes(own, layer, own_layout.n_cells(settings.parallel))
-        found[0] += draft.input_bytes + draft.n_vocab * TOKEN_BYTES
+                n_bytes_on[gpu + 1] += draft.cache_bytes(own, layer, own_layout.n_cells(settings.parallel))
+        n_bytes_on[0] += draft.input_bytes + draft.n_vocab * TOKEN_BYTES
         compute = self.companions.draft_compute or estimate_compute(draft)
         return [a + b for a, b in zip(buffers, compute(own, own_layout), strict=False)]
 
@@ -564,7 +564,7 @@ def _short_gpu(search: _Search, settings: config.Model, layout: Layout, n_gpu: i
     except Unsupported:
         return None
     both = [*zip(needs, search.memories, strict=True)][1:]
-    return next(((need, each) for need, each in both if need > each.usable_bytes(search.wanted)), None)
+    return next(((need, memory) for need, memory in both if need > memory.usable_bytes(search.wanted)), None)
 
 
 def _remedy(search: _Search) -> str:
@@ -583,13 +583,13 @@ def _remedy(search: _Search) -> str:
         and attrs.evolve(search, arrangement=attrs.evolve(search.arrangement, shares=())).best() is not None
     ):
         help_.append("leave out --tensor-split, so that each device gets what fits there")
-    if wanted.ctx and (found := without(ctx=0)) is not None:
-        help_.append(f"lower --ctx to {found.layout.n_ctx} or less")
+    if wanted.ctx and (alternative := without(ctx=0)) is not None:
+        help_.append(f"lower --ctx to {alternative.layout.n_ctx} or less")
     quantized = "auto" not in (wanted.type_k, wanted.type_v) and (wanted.type_k, wanted.type_v) != ("q8_0", "q8_0")
     if quantized and without(type_k="q8_0", type_v="q8_0") is not None:
         help_.append("set --type-k and --type-v to q8_0")
-    if wanted.gpu_layers > 0 and (found := without(gpu_layers=-1)) is not None:
-        help_.append(f"lower --gpu-layers to {found.on_gpu}, or leave it out")
+    if wanted.gpu_layers > 0 and (alternative := without(gpu_layers=-1)) is not None:
+        help_.append(f"lower --gpu-layers to {alternative.on_gpu}, or leave it out")
     if wanted.gpu_layers == 0 and len(search.memories) > 1 and without(gpu_layers=-1) is not None:
         help_.append("leave out --gpu-layers, so that layers go to the GPU")
     if wanted.batch_tokens > SMALL_BATCH and without(batch_tokens=0) is not None:

@@ -53,12 +53,12 @@ def load_library(named: Path | None = None, on_open: OnOpen = lambda path: None)
 
 def find_devices(library: llama_abi.Library) -> Devices:
     """The devices of ``library``, with their free memory now, and the GPU of this machine."""
-    found = tuple(
+    devices = tuple(
         Device(device.name, device.description, device.type.name.lower(), device.memory_free, device.memory_total)
         for device in library.devices()
     )
     here = next((MachineGpu(str(gpus), where_checkout(gpus.fix)) for gpus in look() if gpus.has_gpu), None)
-    return Devices(backend=library.backend, found=found, machine_gpu=here, unused_plugins=library.plugins.unused)
+    return Devices(backend=library.backend, found=devices, machine_gpu=here, unused_plugins=library.plugins.unused)
 
 
 def devices_of_model(
@@ -69,13 +69,13 @@ def devices_of_model(
     Args:
         buffers: all that was allocated for it.
     """
-    found, n_layer = find_devices(model.library), model.n_layer
-    placed = ((name, each.kind, each.n_bytes) for each in buffers for name in where.devices_of(each.place))
+    devices, n_layer = find_devices(model.library), model.n_layer
+    placed = ((name, buffer.kind, buffer.n_bytes) for buffer in buffers for name in where.devices_of(buffer.place))
     return msgspec.structs.replace(
-        found,
+        devices,
         used=where.names,
         split=split_in_words(settings),
         layers_on_gpu=layers_on_gpu(settings.gpu_layers, n_layer) if where.on_gpu else 0,
         n_layers=n_layer + 1,
-        memory=memory_by_device(placed, found.found),
+        memory=memory_by_device(placed, devices.found),
     )

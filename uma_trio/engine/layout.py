@@ -226,9 +226,9 @@ def default_layout(shape: Shape, settings: config.Model, environment: Environmen
     )
     if settings.kv_unified == "auto" and environment.on_gpu and not unified:
         with contextlib.suppress(KvCacheTooSmall):
-            found = sized(unified=False)
-            if _has_room_for_requests(found, shape, settings):
-                return found
+            separate = sized(unified=False)
+            if _has_room_for_requests(separate, shape, settings):
+                return separate
         unified = True
     return sized(unified=unified)
 
@@ -266,7 +266,7 @@ def candidates(
         KvCacheTooSmall: as ``default_layout``.
     """
     default = default_layout(shape, settings, environment, memory_bytes=memory_bytes)
-    found = [default]
+    layouts = [default]
     for unified, flash_attn in ((False, "off"), (False, "auto"), (True, "auto")):
         if unified != default.unified and (settings.kv_unified != "auto" or environment.rule_decides_kv):
             continue
@@ -289,15 +289,15 @@ def candidates(
             less = windowed if unified else not _has_room_for_requests(other, shape, settings)
             if less or settings.parallel == 1:  # with one sequence both are the same
                 continue
-        if other not in found:
-            found.append(other)
-    return tuple(found)
+        if other not in layouts:
+            layouts.append(other)
+    return tuple(layouts)
 
 
 def choose(measured: Sequence[MeasuredLayout]) -> Layout:
     """The layout of ``measured[0]``, the default, unless another one is clearly faster."""
     default = measured[0]
-    best = min(measured, key=lambda each: each.cost_ms)
+    best = min(measured, key=lambda layout: layout.cost_ms)
     return best.layout if best.cost_ms < CLEARLY_FASTER * default.cost_ms else default.layout
 
 

@@ -88,9 +88,9 @@ def check_memory(
     if where.on_gpu and not failed:
         return
     gpus = [
-        each.memory_free
-        for each in model.library.devices()
-        if each.name in where.names and each.type is llama_abi.DeviceType.GPU
+        device.memory_free
+        for device in model.library.devices()
+        if device.name in where.names and device.type is llama_abi.DeviceType.GPU
     ]
     free = sum(gpus) if where.on_gpu and gpus else free_memory_bytes()
     if n_ctx * shape.kv_bytes_per_token > free:
@@ -178,7 +178,7 @@ def choose_layout(
         loaded_s: what loading the weights took; a tenth of it may always go to measuring.
     """
     if names is not None:
-        layouts = tuple(each for each in layouts if each.name in names) or layouts[:1]
+        layouts = tuple(layout for layout in layouts if layout.name in names) or layouts[:1]
     check_memory(model, where, shape, layouts[0].n_ctx)
     rule = rule_in_words(layouts[0], shape, settings, environment_of(where, target_itl_ms))
     if len(layouts) == 1:
@@ -186,23 +186,23 @@ def choose_layout(
     if layout_cache is None or settings.layout_trial_s == 0:
         return LayoutChoice(layout=layouts[0], why="default", rule=rule)
     # what a tick costs depends on the cells in use, not on the size of the KV cache, which varies with the free memory
-    options = (attrs.evolve(context_options(settings, each), n_ctx=0) for each in layouts)
+    options = (attrs.evolve(context_options(settings, layout), n_ctx=0) for layout in layouts)
     facts = (*compute_environment(model.library, where, settings), *options)
     known = layout_cache.load(facts, settings.layout_trial_s)
-    for each in layouts:
-        if known is not None and each.name == known.name:
+    for layout in layouts:
+        if known is not None and layout.name == known.name:
             why: Literal["measured before", "no time"] = "measured before" if known.was_measured else "no time"
-            return LayoutChoice(layout=each, why=why, rule=rule)
+            return LayoutChoice(layout=layout, why=why, rule=rule)
     budget_s = max(settings.layout_trial_s, SHARE_OF_LOADING * loaded_s)
-    found = try_layouts(
+    choice = try_layouts(
         model,
         layouts,
-        lambda each: context_options(settings, each),
+        lambda layout: context_options(settings, layout),
         budget_s=budget_s,
         compiles=compiles_shaders(where),
     )
-    is_saved = found.why in ("measured", "no time") and layout_cache.save(facts, found, settings.layout_trial_s)
-    return attrs.evolve(found, is_saved=is_saved, rule=rule)
+    is_saved = choice.why in ("measured", "no time") and layout_cache.save(facts, choice, settings.layout_trial_s)
+    return attrs.evolve(choice, is_saved=is_saved, rule=rule)
 
 
 def context_options(settings: config.Model, layout: Layout) -> llama_abi.ContextOptions:

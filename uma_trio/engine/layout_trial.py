@@ -70,7 +70,7 @@ def try_layouts(
             however long that takes: a first use says nothing of the layout.
     """
     default = layouts[0]
-    shares = [options(each).n_ctx // options(each).n_seq_max for each in layouts]
+    shares = [options(layout).n_ctx // options(layout).n_seq_max for layout in layouts]
     if min(*shares, model.n_ctx_train) < CELLS:
         return LayoutChoice(layout=default, why="default")
     for layout in layouts if compiles else ():
@@ -80,9 +80,9 @@ def try_layouts(
     with _Deadline(len(layouts)) as deadline:
         try:
             for layout in layouts:
-                found = _measured(model, layout, options(layout), deadline, budget_s, measured)
-                if found is not None:
-                    measured.append(found)
+                trial = _measured(model, layout, options(layout), deadline, budget_s, measured)
+                if trial is not None:
+                    measured.append(trial)
                 elif layout is default:
                     return LayoutChoice(layout=default, why="default")
                 deadline.layouts_left -= 1
@@ -92,7 +92,7 @@ def try_layouts(
                 # a slow moment met the default alone, perhaps, and later starts would keep what follows from it
                 deadline.layouts_left = 1
                 again = _measured(model, default, options(default), deadline, budget_s, ())
-                measured[0] = min(measured[0], again or measured[0], key=lambda each: each.cost_ms)
+                measured[0] = min(measured[0], again or measured[0], key=lambda trial: trial.cost_ms)
         except _NoTime:
             return LayoutChoice(layout=default, why="no time", measured=measured)
     return LayoutChoice(layout=choose(measured), why="measured", measured=measured)
@@ -113,7 +113,7 @@ def _measured(
             least_ms = trial.warm_up()
             deadline.start(budget_s)
             deadline.need(1e-3 * least_ms * MIN_CALLS * deadline.layouts_left)
-        cheapest = min((each.cost_ms for each in others), default=float("inf"))
+        cheapest = min((other.cost_ms for other in others), default=float("inf"))
         return trial.measure(layout, HOPELESS * cheapest)
 
     return _compute(model, layout, options, deadline, measure)
@@ -213,13 +213,13 @@ class _Trial:
         mixed = [rows[:last] + chunk] if self._unified else [rows[:last], chunk]
         self._ms(rows)
         decode_ms = min(self._ms(rows) for _ in range(ROUNDS))
-        found = MeasuredLayout(layout=layout, decode_ms=decode_ms, mixed_ms=None)
+        measured = MeasuredLayout(layout=layout, decode_ms=decode_ms, mixed_ms=None)
         for _ in range(ROUNDS):
-            if found.cost_ms > hopeless_ms:
+            if measured.cost_ms > hopeless_ms:
                 break
             ms = sum(self._ms(call) for call in mixed if call)
-            found = attrs.evolve(found, mixed_ms=min(ms, found.mixed_ms or ms))
-        return found
+            measured = attrs.evolve(measured, mixed_ms=min(ms, measured.mixed_ms or ms))
+        return measured
 
     def close(self) -> None:
         self._context.close()

@@ -49,13 +49,13 @@ class LoadedAdapters:
         self._stacked: llama_abi.StackedAdapters | None = None
         self._n_calls_without = CALLS_WITH_ZERO_SCALES
         """Calls in a row that needed no adapters; no more are counted than turn them off."""
-        for each in files:
-            if file_fingerprint(each.path) != each.fingerprint:
-                raise EngineError(f"the adapter {each.path} has changed; restart the server")
+        for file in files:
+            if file_fingerprint(file.path) != file.fingerprint:
+                raise EngineError(f"the adapter {file.path} has changed; restart the server")
         if files:
             from uma_trio.engine.stacked_adapters import stack_adapters  # imports gguf, which takes 0.1 s
 
-            self._stacked = stack_adapters(model, [each.path for each in files], on_gpu=on_gpu)
+            self._stacked = stack_adapters(model, [file.path for file in files], on_gpu=on_gpu)
 
     def open_context(self, options: llama_abi.ContextOptions) -> llama_abi.Context:
         """Create a context of the model for ``apply`` and ``apply_by_row``.  Blocks.
@@ -86,27 +86,27 @@ class LoadedAdapters:
         """
         if self._stacked is None:
             return
-        found = list(rows)
-        if any(scales for scales, _ in found):
+        scales_of_rows = list(rows)
+        if any(scales for scales, _ in scales_of_rows):
             self._n_calls_without = 0
         elif self._n_calls_without < CALLS_WITH_ZERO_SCALES:
             self._n_calls_without += 1
         if self._n_calls_without == CALLS_WITH_ZERO_SCALES:
             context.set_adapter_scales(None)
-        elif len({scales for scales, _ in found}) == 1:
-            context.set_adapter_scales(self._vector(found[0][0]))
+        elif len({scales for scales, _ in scales_of_rows}) == 1:
+            context.set_adapter_scales(self._vector(scales_of_rows[0][0]))
         else:
-            vectors = np.array([self._vector(scales) for scales, _ in found])
-            context.set_adapter_scales(np.repeat(vectors, [n for _, n in found], axis=0))
+            vectors = np.array([self._vector(scales) for scales, _ in scales_of_rows])
+            context.set_adapter_scales(np.repeat(vectors, [n for _, n in scales_of_rows], axis=0))
 
     def _vector(self, scales: Scales) -> npt.NDArray[np.float32]:
         """The scale of each adapter, ``[adapters]``; 0 for an adapter that ``scales`` do not name."""
-        found = np.zeros(len(self.files), np.float32)
+        vector = np.zeros(len(self.files), np.float32)
         for number, scale in scales:
-            if not 0 <= number < len(found):
-                raise EngineError(f"a step names the adapters {scales}; there are {len(found)}")
-            found[number] = scale
-        return found
+            if not 0 <= number < len(vector):
+                raise EngineError(f"a step names the adapters {scales}; there are {len(vector)}")
+            vector[number] = scale
+        return vector
 
     def close(self) -> None:
         """Free them.  Calling it again does nothing."""

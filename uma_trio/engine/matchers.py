@@ -237,12 +237,12 @@ class Matchers:
         assert self._pool is not None
         assert self._slow is not None
         quick: list[_Work] = []
-        for each in sequences:
-            assert each.work is not None
-            if each.is_slow:
-                each.work.future = self._slow.submit(each.used_s, functools.partial(_do, [each.work]))
+        for sequence in sequences:
+            assert sequence.work is not None
+            if sequence.is_slow:
+                sequence.work.future = self._slow.submit(sequence.used_s, functools.partial(_do, [sequence.work]))
             else:
-                quick.append(each.work)
+                quick.append(sequence.work)
         for at in range(min(self._n_threads, len(quick))):
             works = quick[at :: self._n_threads]
             future = self._pool.submit(_do, works)

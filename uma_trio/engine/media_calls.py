@@ -16,11 +16,11 @@ def split_by_media(inputs: Sequence[StepInput]) -> Sequence[Sequence[StepInput]]
         Calls with the same tokens in the same order.  An input with ``media`` is alone in its call, all of its tokens are
         rows, and it has one element there.
     """
-    if not [each for each in inputs if each.media]:
+    if not [step_input for step_input in inputs if step_input.media]:
         return (inputs,)
     calls: list[list[StepInput]] = [[]]
-    for each in inputs:
-        for part in _parts(each):
+    for step_input in inputs:
+        for part in _parts(step_input):
             if part.media:
                 calls += [[part], []]
             else:
@@ -28,24 +28,24 @@ def split_by_media(inputs: Sequence[StepInput]) -> Sequence[Sequence[StepInput]]
     return [call for call in calls if call]
 
 
-def _parts(each: StepInput) -> Iterator[StepInput]:
-    """``each``, cut where rows begin and end.  The last part has its samples."""
-    at, n_tokens = 0, len(each.tokens)
-    for rows in each.media:
+def _parts(step_input: StepInput) -> Iterator[StepInput]:
+    """``step_input``, cut where rows begin and end.  The last part has its samples."""
+    at, n_tokens = 0, len(step_input.tokens)
+    for rows in step_input.media:
         if at < rows.at:
-            yield _part(each, at, rows.at)
+            yield _part(step_input, at, rows.at)
         at = rows.at + rows.n
-        yield msgspec.structs.replace(_part(each, rows.at, at), media=(rows,))
+        yield msgspec.structs.replace(_part(step_input, rows.at, at), media=(rows,))
     if at < n_tokens:
-        yield _part(each, at, n_tokens)
+        yield _part(step_input, at, n_tokens)
 
 
-def _part(each: StepInput, start: int, end: int) -> StepInput:
-    is_last = end == len(each.tokens)
+def _part(step_input: StepInput, start: int, end: int) -> StepInput:
+    is_last = end == len(step_input.tokens)
     return msgspec.structs.replace(
-        each,
-        position=each.position + start,
-        tokens=each.tokens[start:end],
-        samples=each.samples if is_last else (),
+        step_input,
+        position=step_input.position + start,
+        tokens=step_input.tokens[start:end],
+        samples=step_input.samples if is_last else (),
         media=(),
     )

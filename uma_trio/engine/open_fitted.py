@@ -94,28 +94,28 @@ def open_fitted(start: Start, on_progress: Callable[[float], bool] | None = None
     learned = saved_layouts.load_corrections(name, start.cache_dir)
     memories = [
         msgspec.structs.replace(
-            each,
-            free_bytes=int(SHARES[start.attempt] * each.free_bytes),
-            correction=min(max(learned.get(each.name, 1.0), 1.0), MAX_CORRECTION),
+            memory,
+            free_bytes=int(SHARES[start.attempt] * memory.free_bytes),
+            correction=min(max(learned.get(memory.name, 1.0), 1.0), MAX_CORRECTION),
         )
-        for each in measure(library, where)
+        for memory in measure(library, where)
     ]
-    found, fitting = choose(library, start, sizes, memories, where)
+    fitted, fitting = choose(library, start, sizes, memories, where)
     before, anonymous = measure(library, where), anonymous_bytes()
-    engine = load(found.settings, layouts=fitting)
+    engine = load(fitted.settings, layouts=fitting)
     after = measure(library, where)
     taken = {old.name: max(0, old.free_bytes - new.free_bytes) for old, new in zip(before, after, strict=True)}
     taken[RAM] = max(0, anonymous_bytes() - anonymous)
     corrections = {
-        each.name: corrected(each, need, taken[each.name])
-        for each, need in zip(found.memories, found.needs, strict=True)
+        memory.name: corrected(memory, need, taken[memory.name])
+        for memory, need in zip(fitted.memories, fitted.needs, strict=True)
         if need
     }
-    if any(abs(value - learned.get(each, 1.0)) > 0.01 for each, value in corrections.items()):
+    if any(abs(value - learned.get(name_of_memory, 1.0)) > 0.01 for name_of_memory, value in corrections.items()):
         saved_layouts.save_corrections(name, learned | corrections, start.cache_dir)
-    predicted = {each.name: need for each, need in zip(found.memories, found.needs, strict=True)}
-    free = {each.name: each.free_bytes for each in found.memories}
-    engine.fit = FitReport(found.choice, found.why, free, predicted, taken, found.encoder_waits)
+    predicted = {memory.name: need for memory, need in zip(fitted.memories, fitted.needs, strict=True)}
+    free = {memory.name: memory.free_bytes for memory in fitted.memories}
+    engine.fit = FitReport(fitted.choice, fitted.why, free, predicted, taken, fitted.encoder_waits)
     return engine
 
 
@@ -138,36 +138,38 @@ def measure(library: llama_abi.Library, where: ModelDevices | None = None) -> li
     part of each device fits there.
     """
     where = place(config.Model(), library) if where is None else where
-    now = {each.name: each for each in library.devices()}
-    found = [
+    now = {device.name: device for device in library.devices()}
+    memories = [
         Memory(
-            each.name,
-            now[each.name].memory_free,
-            shares_ram=each.type is llama_abi.DeviceType.IGPU or sys.platform == "darwin",
+            device.name,
+            now[device.name].memory_free,
+            shares_ram=device.type is llama_abi.DeviceType.IGPU or sys.platform == "darwin",
         )
-        for each in _with_memory(where)
+        for device in _with_memory(where)
     ]
-    if where.is_divided and len(found) > 1:
-        shares = _shares(where) or [1.0] * len(found)
-        parts = [each.free_bytes * sum(shares) / share for each, share in zip(found, shares, strict=True) if share]
-        found = [Memory("+".join([each.name for each in found]), int(min(parts)), found[0].shares_ram)]
-    return [Memory(RAM, free_memory_bytes(swap=False)), *found]
+    if where.is_divided and len(memories) > 1:
+        shares = _shares(where) or [1.0] * len(memories)
+        parts = [
+            memory.free_bytes * sum(shares) / share for memory, share in zip(memories, shares, strict=True) if share
+        ]
+        memories = [Memory("+".join([memory.name for memory in memories]), int(min(parts)), memories[0].shares_ram)]
+    return [Memory(RAM, free_memory_bytes(swap=False)), *memories]
 
 
 def _with_memory(where: ModelDevices) -> list[llama_abi.Device]:
     """The devices that say how much memory they have."""
-    return [each for each in where.devices if each.memory_total]
+    return [device for device in where.devices if device.memory_total]
 
 
 def _shares(where: ModelDevices) -> list[float]:
     """The shares of those devices; empty where llama.cpp chooses."""
     shares = where.options.tensor_split
-    return [share for each, share in zip(where.devices, shares, strict=bool(shares)) if each.memory_total]
+    return [share for device, share in zip(where.devices, shares, strict=bool(shares)) if device.memory_total]
 
 
 def index_of(memories: Sequence[Memory]) -> dict[str, int]:
     """The index of each device's memory, by the device's name; devices that divide each layer share one."""
-    return {name: n for n, each in enumerate(memories) for name in each.name.split("+") if n}
+    return {name: n for n, memory in enumerate(memories) for name in memory.name.split("+") if n}
 
 
 def arrangement_of(where: ModelDevices, memories: Sequence[Memory]) -> Arrangement:
@@ -208,10 +210,10 @@ def choose(
     except DoesNotFit:  # without compute buffers either, for which llama.cpp takes seconds where a context is huge
         return fitted(memories, estimate_compute(sizes), companions=companions), None
     with contextlib.suppress(DoesNotFit):
-        found = fitted(memories, estimate_compute(sizes), companions=companions)
-        room = [CLEARLY * each.free_bytes for each in memories]
-        if not found.gave_up and all(need <= most for need, most in zip(found.needs, room, strict=True)):
-            return found, None
+        estimated = fitted(memories, estimate_compute(sizes), companions=companions)
+        room = [CLEARLY * memory.free_bytes for memory in memories]
+        if not estimated.gave_up and all(need <= most for need, most in zip(estimated.needs, room, strict=True)):
+            return estimated, None
     with contextlib.ExitStack() as stack:
         compute = stack.enter_context(ComputeSizes(library, start.path, memories, where))
         if companions.draft is not None and settings.draft_model is not None:
@@ -219,23 +221,25 @@ def choose(
                 ComputeSizes(library, Path(settings.draft_model), memories, where.without_overrides)
             )
             companions = attrs.evolve(companions, draft_compute=of_draft)
-        found = fitted(memories, compute, companions=companions)
-        return found, frozenset(_fitting_layouts(found, sizes, compute, environment))
+        chosen = fitted(memories, compute, companions=companions)
+        return chosen, frozenset(_fitting_layouts(chosen, sizes, compute, environment))
 
 
-def _fitting_layouts(found: Fit, sizes: ModelSizes, compute: Compute, environment: Environment) -> Iterator[str]:
+def _fitting_layouts(fitted: Fit, sizes: ModelSizes, compute: Compute, environment: Environment) -> Iterator[str]:
     """The layouts that may replace the one by rule, because their compute buffers fit as well."""
-    shape = Shape(n_ctx_train=sizes.n_ctx_train, kv_bytes_per_token=sizes.kv_bytes_per_token(found.settings))
-    room = [each.usable_bytes(found.settings) - need for each, need in zip(found.memories, found.needs, strict=True)]
-    own = compute(found.settings, found.layout)
+    shape = Shape(n_ctx_train=sizes.n_ctx_train, kv_bytes_per_token=sizes.kv_bytes_per_token(fitted.settings))
+    room = [
+        memory.usable_bytes(fitted.settings) - need for memory, need in zip(fitted.memories, fitted.needs, strict=True)
+    ]
+    own = compute(fitted.settings, fitted.layout)
     # whether a layout suits a model with a sliding window is decided when the model is loaded
-    environment = attrs.evolve(environment, on_gpu=found.on_gpu > 0)
-    layouts = candidates(shape, found.settings, environment, memory_bytes=0, windowed=False)
-    for each in layouts:
+    environment = attrs.evolve(environment, on_gpu=fitted.on_gpu > 0)
+    layouts = candidates(shape, fitted.settings, environment, memory_bytes=0, windowed=False)
+    for layout in layouts:
         with contextlib.suppress(Unsupported):
-            others = compute(found.settings, each)
-            if each == found.layout or all(b - a <= r for a, b, r in zip(own, others, room, strict=True)):
-                yield each.name
+            others = compute(fitted.settings, layout)
+            if layout == fitted.layout or all(b - a <= r for a, b, r in zip(own, others, room, strict=True)):
+                yield layout.name
 
 
 class ComputeSizes:
@@ -305,14 +309,14 @@ class ComputeSizes:
             self._gpu_layers = where
         try:
             with llama_abi.Context(self._model, options) as context:
-                found = [0] * self._n_memories
-                for each in context.buffers:
-                    if each.kind == "compute":
-                        for name in self._place.devices_of(each.place):
-                            found[self._index.get(name, 0)] += each.n_bytes
+                n_bytes_on = [0] * self._n_memories
+                for buffer in context.buffers:
+                    if buffer.kind == "compute":
+                        for name in self._place.devices_of(buffer.place):
+                            n_bytes_on[self._index.get(name, 0)] += buffer.n_bytes
         except llama_abi.LlamaError as error:
             raise Unsupported(str(error)) from error
-        return tuple(found)
+        return tuple(n_bytes_on)
 
 
 def open_pooling(start: Start, on_progress: Callable[[float], bool]) -> PoolingEngine:
@@ -328,11 +332,12 @@ def open_pooling(start: Start, on_progress: Callable[[float], bool]) -> PoolingE
         where = place(settings, library)
         memories = measure(library, where)
         shared = [
-            msgspec.structs.replace(each, free_bytes=int(SHARES[start.attempt] * each.free_bytes)) for each in memories
+            msgspec.structs.replace(memory, free_bytes=int(SHARES[start.attempt] * memory.free_bytes))
+            for memory in memories
         ]
         one = attrs.evolve(settings, parallel=1, ctx=0, kv_mem_limit_mb=0)
         companions = Companions(adapter_bytes=sum([file.size_bytes for file in start.adapters]))
-        found = fit(
+        fitted = fit(
             start.sizes,
             one,
             shared,
@@ -340,9 +345,9 @@ def open_pooling(start: Start, on_progress: Callable[[float], bool]) -> PoolingE
             companions=companions,
             arrangement=arrangement_of(where, memories),
         )
-        settings = attrs.evolve(settings, gpu_layers=found.settings.gpu_layers)
-        layers = f"{found.on_gpu} of {found.n_layers} layers on GPU: " if len(memories) > 1 else ""
-        report = FitReport(f"whole texts: {layers}{found.room}", found.why)
+        settings = attrs.evolve(settings, gpu_layers=fitted.settings.gpu_layers)
+        layers = f"{fitted.on_gpu} of {fitted.n_layers} layers on GPU: " if len(memories) > 1 else ""
+        report = FitReport(f"whole texts: {layers}{fitted.room}", fitted.why)
     engine = PoolingEngine(start.path, settings, start.purpose, on_progress, start.adapters)
     engine.fit = report
     return engine

@@ -46,7 +46,7 @@ class ModelDevices:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(each.name for each in self.devices)
+        return tuple(device.name for device in self.devices)
 
     @property
     def is_divided(self) -> bool:
@@ -65,10 +65,10 @@ class ModelDevices:
         """
         if buffer.startswith(TOGETHER):
             return self.names
-        for each in self.devices:
-            if buffer == each.buffer:
-                return (each.name,)
-        mapped = [each for each in self.devices if buffer in (f"{each.buffer}_Mapped", f"{each.buffer}_Split")]
+        for device in self.devices:
+            if buffer == device.buffer:
+                return (device.name,)
+        mapped = [device for device in self.devices if buffer in (f"{device.buffer}_Mapped", f"{device.buffer}_Split")]
         return (mapped[0].name,) if mapped else (CPU,)
 
 
@@ -105,9 +105,9 @@ def place(settings: config.Model, library: llama_abi.Library) -> ModelDevices:
     return place_on(settings, library.devices(), library.max_devices)
 
 
-def place_on(settings: config.Model, found: Sequence[llama_abi.Device], max_devices: int) -> ModelDevices:
-    """As ``place``, for the devices ``found``."""
-    devices = _devices_to_use(settings, found)
+def place_on(settings: config.Model, devices_there: Sequence[llama_abi.Device], max_devices: int) -> ModelDevices:
+    """As ``place``, for the devices ``devices_there``."""
+    devices = _devices_to_use(settings, devices_there)
     if len(devices) > max_devices:
         raise PlacementError(
             f"there are {len(devices)} devices, and llama.cpp divides a model between {max_devices}",
@@ -127,7 +127,7 @@ def place_on(settings: config.Model, found: Sequence[llama_abi.Device], max_devi
         )
     if mode == "tensor" and not devices:
         raise PlacementError("split_mode is tensor, and there are no devices", "leave out split_mode")
-    if mode == "row" and (unable := [each.name for each in devices if not each.splits_rows]):
+    if mode == "row" and (unable := [device.name for device in devices if not device.splits_rows]):
         raise PlacementError(
             f"split_mode is row, which llama.cpp's backend of {', '.join(unable)} does not have",
             "set split_mode to layer or tensor",
@@ -137,7 +137,7 @@ def place_on(settings: config.Model, found: Sequence[llama_abi.Device], max_devi
     return ModelDevices(
         devices=devices,
         options=llama_abi.Placement(
-            devices=tuple([each.name for each in devices]) if named else None,
+            devices=tuple([device.name for device in devices]) if named else None,
             split_mode="layer" if mode == "none" else mode,
             tensor_split=shares,
             overrides=tuple(_overrides(settings, devices)),
@@ -146,19 +146,22 @@ def place_on(settings: config.Model, found: Sequence[llama_abi.Device], max_devi
     )
 
 
-def _devices_to_use(settings: config.Model, found: Sequence[llama_abi.Device]) -> tuple[llama_abi.Device, ...]:
+def _devices_to_use(settings: config.Model, devices_there: Sequence[llama_abi.Device]) -> tuple[llama_abi.Device, ...]:
     """The devices of the settings, or those that llama.cpp uses.
 
     Source: llama.cpp, ``llama_prepare_model_devices``.
     """
-    gpus = [each for each in found if each.type is DeviceType.GPU]
-    integrated = [each for each in found if each.type is DeviceType.IGPU]
+    gpus = [device for device in devices_there if device.type is DeviceType.GPU]
+    integrated = [device for device in devices_there if device.type is DeviceType.IGPU]
     if settings.devices == CPU_ALONE:
         return ()
     if not settings.devices:
-        remote, local = [each for each in gpus if each.backend == RPC], [each for each in gpus if each.backend != RPC]
-        return (*remote, *(local or [each for each in integrated if each.backend == integrated[0].backend]))
-    by_name = {each.name: each for each in (*gpus, *integrated)}
+        remote, local = (
+            [device for device in gpus if device.backend == RPC],
+            [device for device in gpus if device.backend != RPC],
+        )
+        return (*remote, *(local or [device for device in integrated if device.backend == integrated[0].backend]))
+    by_name = {device.name: device for device in (*gpus, *integrated)}
     for name in settings.devices:
         if name not in by_name:
             there = f"there {_are([*by_name.values()])}" if by_name else "there is none besides the CPU"
@@ -169,8 +172,8 @@ def _devices_to_use(settings: config.Model, found: Sequence[llama_abi.Device]) -
 
 def overrides(settings: config.Model) -> Iterator[tuple[str, str]]:
     """Patterns for names of tensors, each with where these go, as the settings say it."""
-    for each in settings.override_tensor:
-        pattern, _, buffer = each.rpartition("=")
+    for override in settings.override_tensor:
+        pattern, _, buffer = override.rpartition("=")
         yield pattern, buffer
     if settings.n_cpu_moe:
         layers = "|".join(map(str, range(settings.n_cpu_moe)))
@@ -178,10 +181,14 @@ def overrides(settings: config.Model) -> Iterator[tuple[str, str]]:
 
 
 def _overrides(settings: config.Model, devices: Sequence[llama_abi.Device]) -> Iterator[tuple[str, str]]:
-    names = {CPU: CPU} | {each.buffer: each.name for each in devices} | {each.name: each.name for each in devices}
+    names = (
+        {CPU: CPU}
+        | {device.buffer: device.name for device in devices}
+        | {device.name: device.name for device in devices}
+    )
     for pattern, buffer in overrides(settings):
         if buffer not in names:
-            others = ", ".join([CPU, *(each.name for each in devices)])
+            others = ", ".join([CPU, *(device.name for device in devices)])
             raise PlacementError(
                 f"override_tensor puts {pattern} on {buffer}, where the model is not",
                 f"write one of {others}, or add the device to devices",
@@ -195,7 +202,7 @@ def _overrides(settings: config.Model, devices: Sequence[llama_abi.Device]) -> I
 
 
 def _are(devices: Sequence[llama_abi.Device]) -> str:
-    names = ", ".join([f"{each.name} ({each.description.strip()})" for each in devices])
+    names = ", ".join([f"{device.name} ({device.description.strip()})" for device in devices])
     if not devices:
         return "are no devices"
     return f"is {names}" if len(devices) == 1 else f"are {names}"

@@ -35,15 +35,15 @@ class Positions:
         Args:
             inputs: a result of ``split_by_media``: rows and tokens are in inputs of their own.
         """
-        if columns := [each for each in inputs if each.media and each.media[0].columns]:
-            each = columns[0]
-            tokens = np.asarray(each.tokens, np.int32)
-            self._note(each.seq_id, each.position, standing_runs(tokens, each.position))
-        return [self._placed(each) for each in inputs] if self._runs or columns else inputs
+        if columns := [step_input for step_input in inputs if step_input.media and step_input.media[0].columns]:
+            first = columns[0]
+            tokens = np.asarray(first.tokens, np.int32)
+            self._note(first.seq_id, first.position, standing_runs(tokens, first.position))
+        return [self._placed(step_input) for step_input in inputs] if self._runs or columns else inputs
 
-    def _placed(self, each: StepInput) -> StepInput:
-        before = each.media[0].row if each.media and each.media[0].columns else 0
-        return msgspec.structs.replace(each, position=self.of(each.seq_id, each.position - before))
+    def _placed(self, step_input: StepInput) -> StepInput:
+        before = step_input.media[0].row if step_input.media and step_input.media[0].columns else 0
+        return msgspec.structs.replace(step_input, position=self.of(step_input.seq_id, step_input.position - before))
 
     def cut(self, seq_id: int, length: int) -> None:
         """The sequence holds its first ``length`` tokens only."""

@@ -31,8 +31,10 @@ def check_rows(context: llama_abi.Context, n_rows: int) -> None:
     _compute(context, {0: (0, tokens[:-ALONE])})
     alone = [_compute(context, {0: (at, tokens[at : at + 1])}) for at in range(n_rows - ALONE, n_rows)]
     context.clear()
-    found = np.split(together, len(seq_ids))
-    if not np.array_equal(found[0], found[-1]) or not np.array_equal(found[0][-ALONE:], np.concatenate(alone)):
+    by_sequence = np.split(together, len(seq_ids))
+    if not np.array_equal(by_sequence[0], by_sequence[-1]) or not np.array_equal(
+        by_sequence[0][-ALONE:], np.concatenate(alone)
+    ):
         raise EngineError(
             "reproducible is not possible with this model: llama.cpp computes a row of it otherwise next to others. It is "
             "with quantised weights, such as Q8_0"
@@ -46,5 +48,5 @@ def _compute(context: llama_abi.Context, parts: dict[int, tuple[int, list[int]]]
         batch.add(tokens, pos=position, seq=seq_id, logits="all")
     if code := context.decode(batch):
         raise EngineError(f"llama_decode returned {code} while the rows were compared")
-    found: Any = context.logits(sum(len(tokens) for _, tokens in parts.values())).array
-    return np.array(found)
+    logits: Any = context.logits(sum(len(tokens) for _, tokens in parts.values())).array
+    return np.array(logits)

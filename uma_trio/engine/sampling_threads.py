@@ -60,16 +60,16 @@ class SamplingThreads:
             self._helpers.append(Helper())
 
         def part(some: slice, plan: SamplingPlan) -> Tokens:
-            found: dict[int, float] = {}
-            tokens = sampler.sample(logits[some], rows.part(some), found, plan)
+            mus_of_part: dict[int, float] = {}
+            tokens = sampler.sample(logits[some], rows.part(some), mus_of_part, plan)
             if mus is not None:
-                mus.update({some.start + row: mu for row, mu in found.items()})
+                mus.update({some.start + row: mu for row, mu in mus_of_part.items()})
             return tokens
 
         first, *others = self._parts
         helpers = self._helpers[: len(others)]
-        for helper, each in zip(helpers, others, strict=True):
-            helper.begin(functools.partial(part, *each))
+        for helper, part_of_rows in zip(helpers, others, strict=True):
+            helper.begin(functools.partial(part, *part_of_rows))
         try:
             tokens = [part(*first)]
         finally:  # nobody may use the logits any more
@@ -81,7 +81,7 @@ class SamplingThreads:
         return np.concatenate(tokens)
 
     def _divide(self, params: Sequence[SamplingParams], n_vocab: int) -> None:
-        work = sum([1 if each.greedy else DRAW for each in params])
+        work = sum([1 if row_params.greedy else DRAW for row_params in params])
         n_parts = max(1, min(self._n_threads, len(params), round(work * n_vocab / LOGITS_OF_A_THREAD)))
         ends = [len(params) * part // n_parts for part in range(n_parts + 1)]
         self._parts = [(rows, SamplingPlan(params[rows], n_vocab)) for rows in map(slice, ends, ends[1:])]

@@ -34,22 +34,22 @@ class FileLayoutCache:
         fields = tuning_cache.read(self._name(environment), self._folder)
         if fields is None:
             return None
-        found = fields.get("layout")
-        if not isinstance(found, str):
+        name = fields.get("layout")
+        if not isinstance(name, str):
             tuning_cache.ignore(self._name(environment), self._folder, "it has no layout")
             return None
         if "given_up_at" not in fields:
-            return KeptLayout(found, was_measured=True)
+            return KeptLayout(name, was_measured=True)
         given_up_at, given_s = fields["given_up_at"], fields.get("trial_s")
         if not (isinstance(given_up_at, float) and isinstance(given_s, float)):
             return None
         is_recent = 0 <= time.time() - given_up_at < GIVEN_UP_S
-        return KeptLayout(found, was_measured=False) if is_recent and trial_s <= given_s else None
+        return KeptLayout(name, was_measured=False) if is_recent and trial_s <= given_s else None
 
     def save(self, environment: tuple[object, ...], choice: LayoutChoice, trial_s: float) -> bool:
         """Save the choice, with the times for people who look into the file.  Returns whether that succeeded."""
         fields: dict[str, Any] = {"layout": choice.layout.name}
-        fields["ms"] = {each.layout.name: (each.decode_ms, each.mixed_ms) for each in choice.measured}
+        fields["ms"] = {measured.layout.name: (measured.decode_ms, measured.mixed_ms) for measured in choice.measured}
         if choice.why == "no time":
             fields |= {"given_up_at": time.time(), "trial_s": float(trial_s)}
         return tuning_cache.write(self._name(environment), fields, self._folder)

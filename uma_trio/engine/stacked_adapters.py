@@ -65,8 +65,8 @@ def write_stacked(out: Path, paths: Sequence[Path], *, on_gpu: bool = False) -> 
     """
     readers = [gguf.GGUFReader(path) for path in paths]
     alphas = [_alpha(reader) for reader in readers]
-    found = [{tensor.name: tensor for tensor in reader.tensors} for reader in readers]
-    names = {name: None for tensors in found for name in tensors if name.endswith((".lora_a", ".lora_b"))}
+    tensors_by_adapter = [{tensor.name: tensor for tensor in reader.tensors} for reader in readers]
+    names = {name: None for tensors in tensors_by_adapter for name in tensors if name.endswith((".lora_a", ".lora_b"))}
     writer = gguf.GGUFWriter(out, str(readers[0].fields[gguf.Keys.General.ARCHITECTURE].contents()))
     writer.add_type(gguf.GGUFType.ADAPTER)
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
@@ -76,7 +76,7 @@ def write_stacked(out: Path, paths: Sequence[Path], *, on_gpu: bool = False) -> 
         weight, _, half = name.rpartition(".")
         axis = -2 if half == "lora_a" and weight != EMBEDDING else -1
         matrices: list[Matrix] = []
-        for tensors, part, alpha in zip(found, parts, alphas, strict=True):
+        for tensors, part, alpha in zip(tensors_by_adapter, parts, alphas, strict=True):
             if name in tensors:
                 matrix = _matrix(tensors[name])
                 rank = part.n_ranks[weight] = matrix.shape[axis]

@@ -97,7 +97,7 @@ def end_of_cells(state: memoryview) -> int | None:
     Returns:
         ``None`` for any other state: recurrent, of several caches, with positions in two dimensions, or cut off.
     """
-    found = None
+    end = None
     try:
         (n_streams,) = struct.unpack_from("<8xI", state)
         at = 12
@@ -108,13 +108,13 @@ def end_of_cells(state: memoryview) -> int | None:
             at += 4
             if not n_cells:
                 continue
-            if found is not None:
+            if end is not None:
                 return None
             at += CELL_BYTES * n_cells
             transposed, n_layers = struct.unpack_from("<II", state, at)
             if n_layers > MAX_LAYERS:
                 return None
-            found = at = at + 8
+            end = at = at + 8
             for values, _ in itertools.product((False, True), range(n_layers)):
                 if values and transposed:
                     _, element_bytes, width = struct.unpack_from("<iII", state, at)
@@ -124,4 +124,4 @@ def end_of_cells(state: memoryview) -> int | None:
                     at += 12 + row_bytes * n_cells
     except (struct.error, OverflowError):  # behind the end of the state
         return None
-    return found if at == len(state) else None
+    return end if at == len(state) else None

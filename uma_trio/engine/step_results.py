@@ -54,7 +54,7 @@ class StepResults:
         self._scores += sampled.scores or [None] * len(sampled.tokens)
         self._copied_logits_rows += sampled.copied_logits_rows
         if sampled.mus:
-            seq_ids = [each.seq_id for each in call.inputs for _ in each.samples]
+            seq_ids = [step_input.seq_id for step_input in call.inputs for _ in step_input.samples]
             self._mus += [(seq_ids[row], mu) for row, mu in sampled.mus.items()]
         if filled is not None:
             self._filled.append(filled)
@@ -82,9 +82,9 @@ class StepResults:
             copied_ms=outcome.copied_ms,
             saved_bytes=outcome.saved_bytes,
             refused=outcome.refused,
-            mask_wait_ms=sum([each.wait_ms for each in filled]) if filled else None,
+            mask_wait_ms=sum([masks.wait_ms for masks in filled]) if filled else None,
             forced=[*self._forced.items()],
-            grammar_failures=[found for each in filled for found in each.failures.items()],
+            grammar_failures=[failure for masks in filled for failure in masks.failures.items()],
             state_sizes=outcome.state_sizes,
             embeddings=embedded.vectors,
             embedding_ms=embedded.ms,

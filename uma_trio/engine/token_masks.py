@@ -73,9 +73,9 @@ class TokenMasks:
     def of(self, bits: Bits) -> TokenMask:
         """The mask that ``bits`` stand for."""
         key = bits.tobytes()
-        found = self._known.get(key)
-        if found is None:
+        mask = self._known.get(key)
+        if mask is None:
             if len(self._known) >= MAX_MASKS:
                 self._known = {}
-            self._known[key] = found = TokenMask.of(bits, self._n_vocab)
-        return found
+            self._known[key] = mask = TokenMask.of(bits, self._n_vocab)
+        return mask

@@ -49,12 +49,12 @@ def top_candidates(logits: Floats, max_logits: Floats, counts: Ints) -> tuple[In
     """
     rows, n_vocab = logits.shape
     flat = np.flatnonzero(logits >= _thresholds(logits, counts)[:, np.newaxis])  # nonzero of a matrix takes much longer
-    row, found = np.divmod(flat, n_vocab)
+    row, token = np.divmod(flat, n_vocab)
     n_found = np.bincount(row, minlength=rows)
     column = np.arange(len(row)) - (n_found.cumsum() - n_found)[row]
     width = max(int(n_found.max()), int(counts.max()))
     ids, values = np.zeros((rows, width), np.int64), np.full((rows, width), -np.inf)
-    ids[row, column], values[row, column] = found, logits[row, found]
+    ids[row, column], values[row, column] = token, logits[row, token]
     sorted_ = np.arange(rows)[:, np.newaxis], (-values).argsort(axis=1, kind="stable")
     return ids[sorted_], values[sorted_] - max_logits[:, np.newaxis]
 

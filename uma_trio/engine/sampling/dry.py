@@ -46,25 +46,25 @@ class Breakers:
 
     def tails(self, token: int) -> tuple[Tail, ...]:
         """What completes a breaker after ``token``, for each breaker that begins in it; an empty tail if it contains one."""
-        found = self._tails.get(token)
-        if found is None:
-            found = self._tails[token] = self._tails_of(self._spelled(token))
-        return found
+        tails = self._tails.get(token)
+        if tails is None:
+            tails = self._tails[token] = self._tails_of(self._spelled(token))
+        return tails
 
     def ends_in(self, token: int) -> bool:
         """Whether ``token`` contains a whole breaker."""
         return () in self.tails(token)
 
     def _tails_of(self, spelled: bytes) -> tuple[Tail, ...]:
-        found: dict[Tail, None] = {}
+        tails: dict[Tail, None] = {}
         for text in self._texts:
             if text.encode() in spelled:
-                found[()] = None
+                tails[()] = None
                 continue
             for n in range(1, len(text)):
                 if spelled.endswith(text[:n].encode()):
-                    found[tuple(self._encode(text[n:])[:MAX_TAIL])] = None
-        return tuple(found)
+                    tails[tuple(self._encode(text[n:])[:MAX_TAIL])] = None
+        return tuple(tails)
 
     def tokens_since(self, tokens: Sequence[int]) -> int:
         """How many of ``tokens`` come after the last breaker; all of them if there is none."""

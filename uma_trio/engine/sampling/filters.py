@@ -26,9 +26,9 @@ def kept_tokens(logits: Floats, max_logit: float, params: SamplingParams) -> Int
         Indices of the tokens that are left, in ascending order.
     """
     distances, kept = np.float32(max_logit) - logits, np.ones(len(logits), bool)
-    for each in FILTERS:
-        if each.is_on(params, len(logits)):
-            kept &= each.keep(logits, distances, kept, params)
+    for filter_ in FILTERS:
+        if filter_.is_on(params, len(logits)):
+            kept &= filter_.keep(logits, distances, kept, params)
     return np.flatnonzero(kept)
 
 

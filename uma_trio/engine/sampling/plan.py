@@ -53,7 +53,7 @@ class Rows(msgspec.Struct, gc=False):
 
     def part(self, rows: slice) -> Rows:
         """Some of the rows."""
-        return Rows(*[each and each[rows] for each in msgspec.structs.astuple(self)])
+        return Rows(*[values and values[rows] for values in msgspec.structs.astuple(self)])
 
 
 class SamplingPlan:
@@ -115,4 +115,4 @@ def is_unfiltered(params: SamplingParams, n_vocab: int) -> bool:
     """Whether any token can be drawn."""
     if params.xtc_probability or params.dynatemp_range or params.mirostat:
         return False
-    return not any(each.is_on(params, n_vocab) for each in FILTERS)
+    return not any(filter_.is_on(params, n_vocab) for filter_ in FILTERS)

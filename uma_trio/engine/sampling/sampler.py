@@ -87,11 +87,11 @@ def sample(
         max_logits = np.array([best[row] for row in drawn], np.float32)
         if len(drawn) < len(logits):
             logits = logits[drawn]
-        chosen, found = _draw(logits, max_logits, plan, uniforms(plan.seeds, steps), chances_of(plan, steps))
+        chosen, mus_of_drawn = _draw(logits, max_logits, plan, uniforms(plan.seeds, steps), chances_of(plan, steps))
         for row, token in zip(drawn, chosen, strict=True):
             tokens[row] = token
         if mus is not None:
-            mus.update({drawn[row]: mu for row, mu in found.items()})
+            mus.update({drawn[row]: mu for row, mu in mus_of_drawn.items()})
     sampled: npt.NDArray[np.int32] = tokens.astype(np.int32)
     return sampled
 
@@ -108,9 +108,9 @@ def apply_logit_ops(logits: Floats, rows: Rows, plan: SamplingPlan) -> Floats:
         apply_biases(logits, biases)
     if pasts:
         apply_penalties(logits, params, pasts)
-        for row, (past, found) in enumerate(zip(pasts, rows.breakers or (), strict=False)):
-            if past is not None and found is not None:
-                apply_dry(logits[row], params[row], past.tokens, found)
+        for row, (past, breakers) in enumerate(zip(pasts, rows.breakers or (), strict=False)):
+            if past is not None and breakers is not None:
+                apply_dry(logits[row], params[row], past.tokens, breakers)
     if banned:  # last, so that a ban wins over any bias or penalty, even over NaN
         apply_bans(logits, banned)
     for row, mask in enumerate(grammar_masks):
@@ -145,8 +145,8 @@ def _draw(
         some, temperatures = plan.unfiltered[start : start + at_once], plan.temperatures[start : start + at_once]
         # consecutive rows are not copied
         rows = slice(some[0], some[-1] + 1) if some[-1] - some[0] == len(some) - 1 else some
-        found = _draw_unfiltered(logits[rows], max_logits[rows], temperatures, [randoms[row] for row in some])
-        for row, token in zip(some, found, strict=True):
+        drawn = _draw_unfiltered(logits[rows], max_logits[rows], temperatures, [randoms[row] for row in some])
+        for row, token in zip(some, drawn, strict=True):
             tokens[row] = token
     if filtered := plan.filtered:
         if plan.unfiltered:
@@ -251,10 +251,10 @@ def _draw_unfiltered(logits: Floats, max_logits: Floats, temperatures: Doubles, 
     grouped = weights.reshape(rows, size, n_groups)
     all_sums = grouped.sum(axis=1).cumsum(axis=1, dtype=np.float64)
     chosen = []
-    for each, sums, random in zip(grouped, all_sums, randoms, strict=True):
+    for groups, sums, random in zip(grouped, all_sums, randoms, strict=True):
         target = random * float(sums[-1])
         group = min(int(sums.searchsorted(target, "right")), n_groups - 1)
-        inside = each[:, group].cumsum(dtype=np.float64)
+        inside = groups[:, group].cumsum(dtype=np.float64)
         place = int(inside.searchsorted(target - sums[group - 1] if group else target, "right"))
         if place == size:  # rounding can put the target at the very end: then take the last token with any weight
             place = int(inside.searchsorted(inside[-1]))
