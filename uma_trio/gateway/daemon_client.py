@@ -268,11 +268,11 @@ class Daemon:
                     tasks.start_soon(run, first_index, fields, send.clone())
                     first_index += int(fields.get("n", 1))
             try:
-                async for found in receive:
-                    if isinstance(found, HttpError):
-                        failure = found
+                async for batch in receive:
+                    if isinstance(batch, HttpError):
+                        failure = batch
                         break
-                    yield found
+                    yield batch
             except GeneratorExit:
                 pass  # the caller wants no more; the task group would wrap this exception
             tasks.cancel_scope.cancel()
@@ -285,8 +285,8 @@ class Daemon:
         Raises:
             HttpError: one of them cannot be answered.
         """
-        found = self.generate_all([{**fields, "stream": False} for fields in requests])
-        async with aclosing(found) as batches:  # type: ignore[type-var]
+        together = self.generate_all([{**fields, "stream": False} for fields in requests])
+        async with aclosing(together) as batches:  # type: ignore[type-var]
             ends = [event async for batch in batches for event in batch if isinstance(event, Eos)]
         return sorted(ends, key=lambda eos: eos.index or 0)
 
@@ -298,9 +298,9 @@ class Daemon:
         """
         with begin_charge(self.account, fields, is_streamed=False) as charge:
             async with self.connect() as client:
-                found = await client.embed(**charge.fields)
-                charge.count([found])
-                return found
+                embeddings = await client.embed(**charge.fields)
+                charge.count([embeddings])
+                return embeddings
 
     async def rerank(self, fields: Mapping[str, Any]) -> Ranking:
         """The ranking of documents.  ``fields`` are those of a request to rank in docs/PROTOCOL-REFERENCE.md.
@@ -310,9 +310,9 @@ class Daemon:
         """
         with begin_charge(self.account, fields, is_streamed=False) as charge:
             async with self.connect() as client:
-                found = await client.rerank(**charge.fields)
-                charge.count([found])
-                return found
+                ranking = await client.rerank(**charge.fields)
+                charge.count([ranking])
+                return ranking
 
     async def tokenize_chat(self, fields: Mapping[str, Any]) -> TokenList:
         """The text and the tokens of a chat, as a request would prefill it, with its pictures.
@@ -441,8 +441,8 @@ class Snapshots:
         Raises:
             ClientError: there is none.
         """
-        found, self._open = self._open, None
-        client, connection = found or await self._pool.open()
+        kept, self._open = self._open, None
+        client, connection = kept or await self._pool.open()
         try:
             snapshot = await client.metrics(keep_alive=True)
             self._open = client, connection

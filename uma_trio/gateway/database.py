@@ -54,8 +54,10 @@ def open_database(
 
 def check_version(connection: sqlite3.Connection, version: int) -> None:
     """Raise sqlite3.DatabaseError unless the file has this version."""
-    if (found := _version(connection)) != version:
-        raise sqlite3.DatabaseError(f"its format version is {found}, and this version of uma-trio reads {version}")
+    if (version_there := _version(connection)) != version:
+        raise sqlite3.DatabaseError(
+            f"its format version is {version_there}, and this version of uma-trio reads {version}"
+        )
 
 
 def _version(connection: sqlite3.Connection) -> int:

@@ -206,17 +206,17 @@ def by_path(endpoints: Iterable[Endpoint]) -> tuple[Endpoint, ...]:
     Raises:
         ValueError: nothing says which of two endpoints is meant.
     """
-    found: dict[tuple[str, str], Endpoint] = {}
+    by_place: dict[tuple[str, str], Endpoint] = {}
     for endpoint in endpoints:
         place = endpoint.method, endpoint.path
-        if (first := found.get(place)) is None:
-            found[place] = endpoint
+        if (first := by_place.get(place)) is None:
+            by_place[place] = endpoint
         elif endpoint.dialect.header is None:
             raise ValueError(f"{endpoint.method} {endpoint.path} has two endpoints")
         else:
             shapes = (*first.shapes, *endpoint.shapes)
-            found[place] = attrs.evolve(first, others=(*first.others, endpoint), shapes=shapes)
-    return tuple(found.values())
+            by_place[place] = attrs.evolve(first, others=(*first.others, endpoint), shapes=shapes)
+    return tuple(by_place.values())
 
 
 @attrs.frozen

@@ -76,11 +76,11 @@ NO_STORAGE: Final = ErrorKind("E_GATEWAY_STORAGE", 503)
 SILENT_PEER: Final = ErrorKind("E_GATEWAY_PEER", 503, retry_after_ms=2000)
 """The gateway's own errors, which docs/HTTP.md explains; docs/PROTOCOL-REFERENCE.md has those of the daemon."""
 
-OWN_KINDS: Final = tuple([each for each in list(vars().values()) if isinstance(each, ErrorKind)])
+OWN_KINDS: Final = tuple([kind for kind in list(vars().values()) if isinstance(kind, ErrorKind)])
 """All of these."""
 
 STATUSES: Final = sorted(
-    {each.http_status for kinds in (OWN_KINDS, all_errors()) for each in kinds} - {CLIENT_LEFT.http_status}
+    {kind.http_status for kinds in (OWN_KINDS, all_errors()) for kind in kinds} - {CLIENT_LEFT.http_status}
 )
 """What a client may get instead of an answer."""
 
@@ -91,7 +91,7 @@ UNKNOWN_RETRY_MS: Final = 1000
 """Where the daemon cannot estimate the wait."""
 LONGEST_WAIT_S: Final = 60
 
-KIND_OF_CODE: Final[Mapping[str, AnyKind]] = {each.code: each for each in all_errors()}
+KIND_OF_CODE: Final[Mapping[str, AnyKind]] = {kind.code: kind for kind in all_errors()}
 """The errors of the socket protocol."""
 
 
@@ -247,16 +247,16 @@ def field_renamer(names: FieldNames, given: Container[str]) -> Callable[[str], s
         for n in range(len(steps), 0, -1):
             known = "".join(steps[:n])
             name = names.get(known) or names.get(_INDEX.sub("[]", known))
-            if (found := _choose(name, given)) is not None:
+            if (chosen := _choose(name, given)) is not None:
                 for index in _INDEX.findall(known):
-                    found = found.replace("[]", index, 1)
-                return found + "".join(steps[n:])
+                    chosen = chosen.replace("[]", index, 1)
+                return chosen + "".join(steps[n:])
         return place
 
     return lambda message: _PLACE.sub(rename, message)
 
 
-def _choose(found: str | Sequence[str] | None, given: Container[str]) -> str | None:
-    if found is None or isinstance(found, str):
-        return found
-    return next((name for name in found if name.partition(".")[0] in given), None)
+def _choose(names: str | Sequence[str] | None, given: Container[str]) -> str | None:
+    if names is None or isinstance(names, str):
+        return names
+    return next((name for name in names if name.partition(".")[0] in given), None)

@@ -133,7 +133,7 @@ class CurrentTenants:
 
     def _look(self) -> tuple[int, ...] | None:
         try:
-            found = self._path.stat()
+            status = self._path.stat()
         except OSError:
             return None
-        return found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_size
+        return status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_size

@@ -74,9 +74,9 @@ class Bucket:
 
     def with_limit(self, limit: int, now_ns: int) -> Bucket:
         """Return a bucket with another limit, from which as much is missing as from this one."""
-        found = Bucket(limit, now_ns)
-        found.take(self.limit - self.remaining(now_ns), now_ns)
-        return found
+        bucket = Bucket(limit, now_ns)
+        bucket.take(self.limit - self.remaining(now_ns), now_ns)
+        return bucket
 
 
 @attrs.frozen

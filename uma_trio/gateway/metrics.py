@@ -69,7 +69,9 @@ class AllMetrics(Collector):
         for metric in METRICS.values():
             if metric.kind is None or (metric.path.startswith("principals.") and not self.principals):
                 continue
-            values = {name: _read(metric, each) for name, each in models.items() if metric.of_model or name == model}
+            values = {
+                name: _read(metric, of_model) for name, of_model in models.items() if metric.of_model or name == model
+            }
             measured = [
                 sample
                 for name, value in values.items()
@@ -95,13 +97,13 @@ def _read(metric: catalogue.Metric, snapshot: Snapshot) -> Any:
     parent, is_inner, field = metric.path.rpartition(ANY)
     if not is_inner:
         return find(snapshot, field)
-    found = find(snapshot, parent)
-    return None if found is None else {name: each.get(field) or 0 for name, each in found.items()}
+    by_label = find(snapshot, parent)
+    return None if by_label is None else {name: values.get(field) or 0 for name, values in by_label.items()}
 
 
 def label_samples(labels: Labels, label: str, value: Any) -> list[tuple[Labels, Any]]:
     """The samples of a value: one, or if there is a ``label`` one for each of its values."""
-    return [({**labels, label: key}, each) for key, each in value.items()] if label else [(labels, value)]
+    return [({**labels, label: key}, labelled) for key, labelled in value.items()] if label else [(labels, value)]
 
 
 def family(name: str, kind: Kind, help: str, samples: Sequence[tuple[Labels, Any]], scale: float = 1) -> Metric:
@@ -132,20 +134,20 @@ def model_name(snapshot: Snapshot) -> str:
 
 def by_model(snapshot: Snapshot) -> dict[str, Snapshot]:
     """The snapshots of all models that are loaded, by name; the first one is that of the daemon itself."""
-    found = {model_name(snapshot): snapshot}
+    by_name = {model_name(snapshot): snapshot}
     for name, model in snapshot.get("models", {}).items():
         if "metrics" in model:
-            found[name] = model["metrics"]
-    return found
+            by_name[name] = model["metrics"]
+    return by_name
 
 
 def errors_by_code(snapshot: Snapshot) -> Counter[str]:
     """Failed and rejected requests of all models, and rejected connections."""
-    found: Counter[str] = Counter(snapshot.get("rejected_total", {}))
+    counts: Counter[str] = Counter(snapshot.get("rejected_total", {}))
     for of_model in by_model(snapshot).values():
         ended = of_model.get("requests_total", {})
-        found.update({reason: n for reason, n in ended.items() if reason.startswith("E_")})
-    return found
+        counts.update({reason: n for reason, n in ended.items() if reason.startswith("E_")})
+    return counts
 
 
 async def metrics(call: Call) -> Response:
@@ -157,9 +159,9 @@ async def metrics(call: Call) -> Response:
     tenant = call.state.tenant
     compat = call.config.http.metrics_compat
     own: HttpMetrics = call.request.app.state.http_metrics
-    found = AllMetrics(snapshot, own.registry, compat=compat, principals=tenant is None or tenant.admin)
+    all_metrics = AllMetrics(snapshot, own.registry, compat=compat, principals=tenant is None or tenant.admin)
     encode, content_type = choose_encoder(call.request.headers.get("accept", ""))
-    response = Response(encode(found), headers={"content-type": content_type})
+    response = Response(encode(all_metrics), headers={"content-type": content_type})
     if compat == "llama-server" and snapshot is not None:
         began_at = round(time.time() - snapshot["uptime_s"])
         response.raw_headers.append((PROCESS_START, str(began_at).encode()))

@@ -85,7 +85,7 @@ def vllm_entries(snapshot: Snapshot) -> Iterator[Entry]:
         yield Entry(f"vllm:{name}", "counter", AS_VLLM, value)
     if adapters := snapshot.get("adapters"):
         in_use = {
-            state: ",".join(sorted(name for name, each in adapters.items() if each[state]))
+            state: ",".join(sorted(name for name, adapter in adapters.items() if adapter[state]))
             for state in ("running", "waiting")
         }
         labels = {
@@ -96,8 +96,8 @@ def vllm_entries(snapshot: Snapshot) -> Iterator[Entry]:
     yield Entry("vllm:request_success", "counter", AS_VLLM, finished, label="finished_reason")
     for name, field in VLLM_HISTOGRAMS.items():
         path = f"histograms.{field}"
-        if (found := find(snapshot, path)) is not None:
-            yield Entry(f"vllm:{name}", "histogram", AS_VLLM, found, METRICS[path].scale)
+        if (histogram := find(snapshot, path)) is not None:
+            yield Entry(f"vllm:{name}", "histogram", AS_VLLM, histogram, METRICS[path].scale)
 
 
 def llama_server_entries(snapshot: Snapshot) -> Iterator[Entry]:

@@ -75,8 +75,8 @@ class Origins:
     def of(cls, hosts: str, origins: str) -> Origins:
         """Make them of two settings, which are lists with commas."""
         return cls(
-            frozenset(each.strip().lower() for each in hosts.split(",") if each.strip()),
-            frozenset(each.strip().rstrip("/").lower() for each in origins.split(",") if each.strip()),
+            frozenset(host.strip().lower() for host in hosts.split(",") if host.strip()),
+            frozenset(origin.strip().rstrip("/").lower() for origin in origins.split(",") if origin.strip()),
         )
 
     def allows_host(self, host: str) -> bool:

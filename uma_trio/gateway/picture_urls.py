@@ -50,8 +50,8 @@ async def addresses_of(host: str, port: int) -> list[str]:
     Raises:
         OSError: it has none.
     """
-    found = await anyio.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return [str(address[0]) for *_, address in found]
+    addresses = await anyio.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(address[0]) for *_, address in addresses]
 
 
 @functools.cache
@@ -136,10 +136,10 @@ class PictureUrls:
         try:
             with anyio.fail_after(FETCH_S):
                 for _ in range(MAX_REDIRECTS + 1):
-                    found = await self._get(url, left)
-                    if isinstance(found, bytes):
-                        return found
-                    url = urljoin(url, found)
+                    content = await self._get(url, left)
+                    if isinstance(content, bytes):
+                        return content
+                    url = urljoin(url, content)
         except HubError as error:
             raise _refusal(place, error.reason, error.remedy) from None
         except TimeoutError:

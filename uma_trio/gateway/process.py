@@ -114,8 +114,10 @@ class BoundedHttp(HttpToolsProtocol):
         self._waits_since = self.loop.time()
         self._expect_head()
         if len(self.connections) > 2 * self._max_connections:
-            waiting = [each for each in self._all if each._is_waiting and not each.transport.is_closing()]
-            min(waiting, key=lambda each: each._waits_since, default=self).transport.abort()
+            waiting = [
+                protocol for protocol in self._all if protocol._is_waiting and not protocol.transport.is_closing()
+            ]
+            min(waiting, key=lambda protocol: protocol._waits_since, default=self).transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See ``asyncio.Protocol``."""
@@ -172,7 +174,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     @property
     def _n_busy(self) -> int:
-        return sum(not each._is_waiting for each in self._all)
+        return sum(not protocol._is_waiting for protocol in self._all)
 
     def _unset_keepalive_if_required(self) -> None:
         """Do nothing.  uvicorn calls this for all bytes, also for line breaks and the rest of a body, which begin no request."""

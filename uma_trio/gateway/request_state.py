@@ -49,8 +49,8 @@ class RequestState:
     @classmethod
     def of(cls, scope: Scope) -> Self:
         """The state of the request with this scope."""
-        found: Self = scope[_KEY]
-        return found
+        state: Self = scope[_KEY]
+        return state
 
     def attach(self, scope: Scope) -> None:
         """Make this the state of the request with this scope."""

@@ -145,14 +145,14 @@ def parse(content: object) -> Tenants:
         return Tenants({})
     if not isinstance(content, dict) or content.keys() - {"tenants"}:
         raise TenantsError("expected one key, tenants:, and below it a name and limits for each tenant")
-    found = content.get("tenants") or {}
-    if not isinstance(found, dict):
+    tenants = content.get("tenants") or {}
+    if not isinstance(tenants, dict):
         raise TenantsError("tenants: expected a name and limits for each tenant")
-    if len(found) > MAX_TENANTS:
-        raise TenantsError(f"{len(found):,} tenants; at most {MAX_TENANTS:,} are possible")
+    if len(tenants) > MAX_TENANTS:
+        raise TenantsError(f"{len(tenants):,} tenants; at most {MAX_TENANTS:,} are possible")
     by_name: dict[str, Tenant] = {}
     key_ids: set[str] = set()
-    for name, fields in found.items():
+    for name, fields in tenants.items():
         tenant = make(name, {} if fields is None else fields)
         by_name[tenant.name] = tenant
         for key in tenant.keys:

@@ -222,10 +222,10 @@ class ConnectionPool:
     async def _take(self) -> tuple[Client, contextlib.AsyncExitStack] | None:
         """The newest idle connection.  Closes those to which the daemon has said something, such as that it stops."""
         while self._idle:
-            found = self._idle.pop()
-            if found.client.is_quiet():
-                return found.client, found.closing
-            await found.closing.aclose()
+            idle = self._idle.pop()
+            if idle.client.is_quiet():
+                return idle.client, idle.closing
+            await idle.closing.aclose()
         return None
 
     def _keep(self, client: Client, closing: contextlib.AsyncExitStack) -> None:

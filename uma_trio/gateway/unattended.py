@@ -57,9 +57,9 @@ class Unattended:
     async def _look_forever(self) -> None:
         while True:
             await anyio.sleep(LOOK_S)
-            for each in [*self._left]:
-                if await _settle(each):
-                    self._left.remove(each)
+            for left in [*self._left]:
+                if await _settle(left):
+                    self._left.remove(left)
 
 
 async def _settle(left: _Left) -> bool:
@@ -69,7 +69,7 @@ async def _settle(left: _Left) -> bool:
     events: list[Event] = []
     try:
         async with left.daemon.connect() as client:
-            answers = [each for each in await client.answers(keep_alive=True) if each.answer_id == name]
+            answers = [answer for answer in await client.answers(keep_alive=True) if answer.answer_id == name]
             if answers and answers[0].created_at == left.answer.created_at:
                 if answers[0].ended_at is None:
                     return False

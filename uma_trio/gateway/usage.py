@@ -59,7 +59,7 @@ class UsageFile:
         """Return what was counted so far."""
         key = (tenant, period)
         if key not in self._known:
-            self._known = {each: tokens for each, tokens in self._known.items() if each[0] != tenant}
+            self._known = {known_key: tokens for known_key, tokens in self._known.items() if known_key[0] != tenant}
             self._known[key] = self._read(key)
         return self._known[key]
 
@@ -149,6 +149,6 @@ def _connect(path: Path | None) -> sqlite3.Connection:
 def _check(connection: sqlite3.Connection) -> None:
     check_version(connection, VERSION)
     if (
-        found := connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+        verdict := connection.execute("PRAGMA quick_check(1)").fetchone()[0]
     ) != "ok":  # SQLite reads a torn file as zeros
-        raise sqlite3.DatabaseError(f"it is torn: {found.splitlines()[-1]}")
+        raise sqlite3.DatabaseError(f"it is torn: {verdict.splitlines()[-1]}")

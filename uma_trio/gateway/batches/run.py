@@ -98,12 +98,12 @@ class Run:
     async def _write(self, receive: MemoryObjectReceiveStream[RowResult]) -> None:
         """Write what has come since the last time, with one wait for the disk."""
         async for first in receive:
-            found = [first]
+            results = [first]
             while receive.statistics().current_buffer_used:
-                found.append(receive.receive_nowait())
-            await anyio.to_thread.run_sync(self._append, found)
+                results.append(receive.receive_nowait())
+            await anyio.to_thread.run_sync(self._append, results)
             await self.written()
 
-    def _append(self, found: list[RowResult]) -> None:
-        self.output.append({result.custom_id: result.line() for result in found if not result.is_error})
-        self.errors.append({result.custom_id: result.line() for result in found if result.is_error})
+    def _append(self, results: list[RowResult]) -> None:
+        self.output.append({result.custom_id: result.line() for result in results if not result.is_error})
+        self.errors.append({result.custom_id: result.line() for result in results if result.is_error})

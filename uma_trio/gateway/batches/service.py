@@ -65,8 +65,8 @@ class BatchService:
             if not is_tenant(owner):
                 return None
             now = tenants.now()
-            found = {} if now is None else {tenant.principal.name: tenant for tenant in now.by_name.values()}
-            return Account(found[owner], limiter, config.limits.default_max_tokens)
+            by_name = {} if now is None else {tenant.principal.name: tenant for tenant in now.by_name.values()}
+            return Account(by_name[owner], limiter, config.limits.default_max_tokens)
 
         store = Store(
             state_folder(config.sessions.state_dir) / "files",
@@ -119,8 +119,8 @@ def owner_of(call: Call) -> str:
 
 def service_of(call: Call) -> BatchService:
     """The service of the gateway that serves a call."""
-    found: BatchService = call.request.app.state.batches
-    return found
+    service: BatchService = call.request.app.state.batches
+    return service
 
 
 async def use_store(work: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:

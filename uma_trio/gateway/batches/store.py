@@ -188,8 +188,8 @@ class Store:
         if not self._exists():
             return "missing"
         with self._transaction() as connection:
-            found = connection.execute("SELECT id FROM files WHERE owner = ? AND id = ?", (owner, file_id)).fetchone()
-            if found is None:
+            row = connection.execute("SELECT id FROM files WHERE owner = ? AND id = ?", (owner, file_id)).fetchone()
+            if row is None:
                 return "missing"
             if connection.execute("SELECT id FROM batches WHERE input = ? AND is_open", (file_id,)).fetchone():
                 return "in use"
@@ -242,10 +242,10 @@ class Store:
             LookupError: it is there no more.
         """
         with self._transaction() as connection:
-            found = connection.execute("SELECT content FROM batches WHERE id = ?", (batch_id,)).fetchone()
-            if found is None:
+            row = connection.execute("SELECT content FROM batches WHERE id = ?", (batch_id,)).fetchone()
+            if row is None:
                 raise LookupError(batch_id)
-            batch = change(_BATCH.decode(found[0]))
+            batch = change(_BATCH.decode(row[0]))
             connection.execute(
                 "UPDATE batches SET is_open = ?, content = ? WHERE id = ?",
                 (batch.status in OPEN, msgspec.json.encode(batch), batch_id),
@@ -279,11 +279,11 @@ class Store:
         if not self._exists():
             return None
         with self._transaction() as connection:
-            found = connection.execute(
+            row = connection.execute(
                 f"SELECT content FROM {table} WHERE owner = ? AND id = ?",
                 (owner, item_id),
             ).fetchone()
-        return None if found is None else decoder.decode(found[0])
+        return None if row is None else decoder.decode(row[0])
 
     def _page(
         self,
@@ -303,11 +303,11 @@ class Store:
             where += f" AND number {beyond} (SELECT number FROM {table} WHERE owner = ? AND id = ?)"
             given = (*given, owner, after)
         with self._transaction() as connection:
-            found = connection.execute(
+            rows = connection.execute(
                 f"SELECT content FROM {table} WHERE owner = ?{where} ORDER BY number {order} LIMIT ?",
                 (owner, *given, limit + 1),
             ).fetchall()
-        return [decoder.decode(content) for (content,) in found[:limit]], len(found) > limit
+        return [decoder.decode(content) for (content,) in rows[:limit]], len(rows) > limit
 
     def _check_room(self, connection: sqlite3.Connection, owner: str, more_bytes: int) -> None:
         n, n_bytes = connection.execute(

@@ -170,9 +170,9 @@ class Worker:
             message = f"no answer within {batch.completion_window}"
             errors.append(
                 {
-                    each: unanswered_row(each, "batch_expired", message)
-                    for each in late
-                    if each not in output.custom_ids and each not in errors.custom_ids
+                    custom_id: unanswered_row(custom_id, "batch_expired", message)
+                    for custom_id in late
+                    if custom_id not in output.custom_ids and custom_id not in errors.custom_ids
                 }
             )
         now = int(time.time())
@@ -207,5 +207,5 @@ class Worker:
 
 
 def _leaves(group: BaseExceptionGroup) -> Iterator[BaseException]:
-    for each in group.exceptions:
-        yield from _leaves(each) if isinstance(each, BaseExceptionGroup) else (each,)
+    for inner in group.exceptions:
+        yield from _leaves(inner) if isinstance(inner, BaseExceptionGroup) else (inner,)

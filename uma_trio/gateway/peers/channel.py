@@ -123,7 +123,7 @@ class Channel:
 
 def _code(content: bytes) -> str:
     try:
-        found = msgspec.json.decode(content)
-        return str(found.get("code") or found.get("error", {}).get("code", ""))[:100]
+        fields = msgspec.json.decode(content)
+        return str(fields.get("code") or fields.get("error", {}).get("code", ""))[:100]
     except (msgspec.DecodeError, AttributeError):
         return ""

@@ -233,5 +233,5 @@ class Peers:
         return file.n_bytes <= most
 
 
-def _lease_in(found: PeerAnswer) -> SessionLease:
-    return SessionLease(state=found.state, epoch=found.epoch, given_to=found.given_to, busy=found.busy)
+def _lease_in(answer: PeerAnswer) -> SessionLease:
+    return SessionLease(state=answer.state, epoch=answer.epoch, given_to=answer.given_to, busy=answer.busy)

@@ -41,8 +41,8 @@ class Signer:
         Raises:
             NotSigned: it is not signed with the secret.
         """
-        nonce, _, found = header.partition(".")
-        self._compare(found, self._signature("question", nonce, body))
+        nonce, _, signature = header.partition(".")
+        self._compare(signature, self._signature("question", nonce, body))
         return nonce
 
     def answer(self, nonce: str, body: bytes) -> str:
@@ -60,8 +60,8 @@ class Signer:
         return hmac.new(self._secret, f"{kind} {nonce} ".encode() + body, hashlib.sha256).hexdigest()
 
     @staticmethod
-    def _compare(found: str, expected: str) -> None:
-        if not hmac.compare_digest(found.encode("utf-8", "replace"), expected.encode()):
+    def _compare(signature: str, expected: str) -> None:
+        if not hmac.compare_digest(signature.encode("utf-8", "replace"), expected.encode()):
             raise NotSigned
 
 

@@ -99,7 +99,7 @@ async def list_modules(call: Call) -> Response:
     owner = call.query(OwnerQuery).owner
     modules = await call.ask(lambda client: client.controller_modules(owner=owner, **_on_behalf(call)), counts=True)
     return json_response(
-        ControllerList(controllers=[{**attrs.asdict(each), "used_at": round(each.used_at)} for each in modules])
+        ControllerList(controllers=[{**attrs.asdict(module), "used_at": round(module.used_at)} for module in modules])
     )
 
 

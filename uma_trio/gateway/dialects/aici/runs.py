@@ -77,8 +77,8 @@ async def run(call: Call) -> Response:
 
 async def _whole_batches(batches: AsyncIterator[list[Event]]) -> AsyncIterator[list[list[Event]]]:
     """Hand each batch on as one: its events make one frame."""
-    async with aclosing(batches) as found:  # type: ignore[type-var]
-        async for batch in found:
+    async with aclosing(batches) as closing:  # type: ignore[type-var]
+        async for batch in closing:
             yield [batch]
 
 
@@ -93,10 +93,10 @@ class _ForkFrame:
     finish_reason: str | None = None
 
     def fields(self, index: int) -> dict[str, Any]:
-        found: dict[str, Any] = {"index": index}
+        fields: dict[str, Any] = {"index": index}
         if self.finish_reason is not None:
-            found["finish_reason"] = self.finish_reason
-        return found | {"text": self.text, "error": self.error, "logs": self.logs, "storage": self.storage}
+            fields["finish_reason"] = self.finish_reason
+        return fields | {"text": self.text, "error": self.error, "logs": self.logs, "storage": self.storage}
 
 
 class RunRenderer(Renderer[list[Event]]):
@@ -127,12 +127,12 @@ class RunRenderer(Renderer[list[Event]]):
     def render(self, event: list[Event]) -> bytes:
         """One frame with all that is new; nothing if no answer has changed."""
         frames: dict[int, _ForkFrame] = {}
-        for each in event:
-            if isinstance(each, PrefillProgress) and not self._has_controller:
-                self._prompt_tokens = each.prompt_tokens
-            answer = self._tree.add(each)
+        for event_of_batch in event:
+            if isinstance(event_of_batch, PrefillProgress) and not self._has_controller:
+                self._prompt_tokens = event_of_batch.prompt_tokens
+            answer = self._tree.add(event_of_batch)
             if answer is not None:
-                self._add(frames.setdefault(answer.index, _ForkFrame()), answer.index, each)
+                self._add(frames.setdefault(answer.index, _ForkFrame()), answer.index, event_of_batch)
         return self._write(frames)
 
     def fail(self, error: HttpError) -> bytes:

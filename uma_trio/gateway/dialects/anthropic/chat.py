@@ -179,7 +179,7 @@ class ChatMessages:
         content = message.content
         blocks = [Block(type="text", text=content)] if isinstance(content, str) else content
         match message.role:
-            case "system" if all(each["role"] == "system" for each in self.messages):
+            case "system" if all(earlier["role"] == "system" for earlier in self.messages):
                 self._add_part("system", self._text(content, parameter))
             case "system":
                 self._add_part("user", f"<system>\n{self._text(content, parameter)}\n</system>")
@@ -214,7 +214,7 @@ class ChatMessages:
         except msgspec.ValidationError:
             raise invalid("content of a tool_result is a text or a list of blocks", parameter=place) from None
         blocks = [Block(type="text", text=content)] if isinstance(content, str) else content
-        parts = [self._part_of(each, f"{place}.content[{n}]") for n, each in enumerate(blocks)]
+        parts = [self._part_of(part, f"{place}.content[{n}]") for n, part in enumerate(blocks)]
         message = {"role": "tool", "tool_call_id": block.tool_use_id}
         if name := self._tools.get(block.tool_use_id):
             message["name"] = name

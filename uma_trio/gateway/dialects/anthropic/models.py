@@ -36,10 +36,10 @@ async def list_models(call: Call) -> Response:
     end = len(data) if query.before_id is None else _index(data, query.before_id, "before_id")
     limit = query.limit or len(data)
     is_backward = query.before_id is not None and query.after_id is None
-    found = data[begin:end][-limit:] if is_backward else data[begin:end][:limit]
-    has_more = len(found) < end - begin
-    first, last = (found[0].id, found[-1].id) if found else (None, None)
-    return json_response(ModelInfoPage(data=found, has_more=has_more, first_id=first, last_id=last))
+    page = data[begin:end][-limit:] if is_backward else data[begin:end][:limit]
+    has_more = len(page) < end - begin
+    first, last = (page[0].id, page[-1].id) if page else (None, None)
+    return json_response(ModelInfoPage(data=page, has_more=has_more, first_id=first, last_id=last))
 
 
 def _index(models: Sequence[ModelInfo], name: str, parameter: str) -> int:

@@ -44,7 +44,7 @@ def conversation_fields(
     if key is None:
         return {"messages": cleaned}
     if session_id is None:
-        system = "\n".join(each.get("content") or "" for each in cleaned if is_system(each))
+        system = "\n".join(message.get("content") or "" for message in cleaned if is_system(message))
         name = key if len(key) <= MAX_KEY_CHARS and re.match(ONE_LINE, key) else _hash(key, 32)
         session_id = f"{name}:{_hash(system, 8)}"
     return {"messages": cleaned, "session_id": session_id, "history": "replace"}
@@ -65,8 +65,8 @@ def without_noise(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str
     cleaned = []
     for message in messages:
         content = message.get("content")
-        if is_system(message) and isinstance(content, str) and (found := BILLING_HEADER.match(content)):
-            content = content[found.end() :]
+        if is_system(message) and isinstance(content, str) and (header := BILLING_HEADER.match(content)):
+            content = content[header.end() :]
             if not content:
                 continue
             message = {**message, "content": content}

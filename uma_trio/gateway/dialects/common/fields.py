@@ -37,10 +37,10 @@ def with_fields_of(dialect: str) -> Callable[[T], T]:
             if name not in cls.__struct_fields__
         ]
         namespace = {"__doc__": cls.__doc__}
-        found: Any = msgspec.defstruct(
+        extended: Any = msgspec.defstruct(
             cls.__name__, fields, bases=(cls,), module=cls.__module__, namespace=namespace, kw_only=True
         )
-        return found  # type: ignore[no-any-return]
+        return extended  # type: ignore[no-any-return]
 
     return extend
 

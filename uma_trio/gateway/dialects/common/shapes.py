@@ -61,14 +61,14 @@ def probabilities(logprobs: Sequence[Logprobs]) -> list[TokenProbability]:
     """Log probabilities as the APIs of OpenAI and Ollama have them."""
     return [
         TokenProbability(
-            token=each.text,
-            logprob=each.logprob,
-            bytes=each.bytes,
+            token=token.text,
+            logprob=token.logprob,
+            bytes=token.bytes,
             top_logprobs=[
-                Probability(token=top.text, logprob=top.logprob, bytes=top.bytes) for top in each.top_logprobs
+                Probability(token=top.text, logprob=top.logprob, bytes=top.bytes) for top in token.top_logprobs
             ],
         )
-        for each in logprobs
+        for token in logprobs
     ]
 
 

@@ -63,9 +63,9 @@ def require_name(name: str | None) -> str:
     Raises:
         HttpError: none is given.
     """
-    if not (found := model_name(name)):
+    if not (known_name := model_name(name)):
         raise invalid("model is required", parameter="model")
-    return found
+    return known_name
 
 
 def ollama_name(name: str) -> str:

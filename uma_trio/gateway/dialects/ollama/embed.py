@@ -63,8 +63,8 @@ async def embed(call: Call) -> Response:
 async def embed_one(call: Call) -> Response:
     """A vector of length 1 for one text."""
     request, warnings = await call.read(EmbeddingRequest)
-    found = await _embeddings(call, request.model, [request.prompt])
-    return json_response(EmbeddedOne(embedding=found.embeddings[0]), warnings=warnings)
+    embeddings = await _embeddings(call, request.model, [request.prompt])
+    return json_response(EmbeddedOne(embedding=embeddings.embeddings[0]), warnings=warnings)
 
 
 async def _embeddings(call: Call, model: str, texts: list[str], *, dimensions: int | None = None) -> Embeddings:

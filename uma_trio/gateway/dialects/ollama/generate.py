@@ -233,8 +233,8 @@ def _ns(ms: float) -> int:
 
 def _calls(eos: Eos) -> Calls:
     return [
-        {"id": each.id, "function": {"index": index, "name": each.name, "arguments": each.arguments}}
-        for index, each in enumerate(eos.tool_calls or ())
+        {"id": call.id, "function": {"index": index, "name": call.name, "arguments": call.arguments}}
+        for index, call in enumerate(eos.tool_calls or ())
     ] or UNSET
 
 

@@ -133,12 +133,12 @@ async def copy(call: Call) -> Response:
 async def create(call: Call) -> Response:
     """Give a model a further name, which is all that can be created: settings of a model belong to ``uma-trio serve``."""
     request, warnings = await call.read(CreateRequest)
-    for each in NOT_CREATED:
-        if getattr(request, each):
+    for parameter in NOT_CREATED:
+        if getattr(request, parameter):
             raise invalid(
-                f"{each} is not supported: create gives the model of from another name; send sampling parameters, "
+                f"{parameter} is not supported: create gives the model of from another name; send sampling parameters, "
                 "messages and adapters with each request, or set them in the configuration",
-                parameter=each,
+                parameter=parameter,
             )
     if request.from_ is None:
         raise invalid("from is missing; name the model that gets another name", parameter="from")
@@ -192,8 +192,8 @@ async def _run(call: Call, **task: Any) -> AsyncIterator[list[Mapping[str, Any]]
 
 
 async def _all(lines: AsyncIterator[list[Mapping[str, Any]]]) -> None:
-    async with aclosing(lines) as found:  # type: ignore[type-var]
-        async for _ in found:
+    async with aclosing(lines) as closing:  # type: ignore[type-var]
+        async for _ in closing:
             """Progress, for which nobody waits."""
 
 
@@ -228,7 +228,7 @@ def _line(**fields: Any) -> bytes:
     return json_line(Status(**fields))
 
 
-_post, _delete = (partial(each, needs_admin=True) for each in (OLLAMA.post, OLLAMA.delete))
+_post, _delete = (partial(method, needs_admin=True) for method in (OLLAMA.post, OLLAMA.delete))
 
 ENDPOINTS = (
     _post("/api/pull", pull, PullRequest, Status, event_shape=Status),

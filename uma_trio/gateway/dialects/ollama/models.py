@@ -114,7 +114,7 @@ async def show(call: Call) -> Response:
                 f"{model.architecture}.context_length": model.context_per_request,
                 f"{model.architecture}.embedding_length": model.embedding_length,
             },
-            capabilities=[CAPABILITIES[each] for each in model.capabilities if each in CAPABILITIES],
+            capabilities=[CAPABILITIES[capability] for capability in model.capabilities if capability in CAPABILITIES],
             modified_at=iso_time(model.created_at),
         ),
         warnings=warnings,

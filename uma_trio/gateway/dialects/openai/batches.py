@@ -100,7 +100,7 @@ async def list_batches(call: Call) -> Response:
     batches, has_more = await use_store(
         service_of(call).store.batches, owner_of(call), after=query.after, limit=query.limit
     )
-    return json_response(page_of(BatchPage, [_batch(each) for each in batches], has_more=has_more))
+    return json_response(page_of(BatchPage, [_batch(batch) for batch in batches], has_more=has_more))
 
 
 async def retrieve(call: Call) -> Response:

@@ -69,10 +69,10 @@ class ChatRequest(SamplingFields, kw_only=True):
 
     def fields(self) -> dict[str, Any]:
         """As for all; no effort is no reasoning, unless there is a budget for it."""
-        found = super().fields()
-        if self.reasoning_effort == NO_REASONING and found.get("reasoning_budget") is None:
-            found["reasoning_budget"] = 0
-        return found
+        fields = super().fields()
+        if self.reasoning_effort == NO_REASONING and fields.get("reasoning_budget") is None:
+            fields["reasoning_budget"] = 0
+        return fields
 
 
 async def complete_chat(call: Call) -> Response:

@@ -30,18 +30,21 @@ FINISH_REASONS: Final = {"cancelled": "stop", "error": "stop"}
 def usage_of(ends: Sequence[Eos], n: int) -> Usage:
     """The usage of all answers of a request.  A prompt counts once; it has ``n`` answers, which follow each other."""
     all_of, firsts = [eos.usage for eos in ends], [eos.usage for eos in ends[::n]]
-    prompt, completion = sum(each.prompt_tokens for each in firsts), sum(each.completion_tokens for each in all_of)
+    prompt, completion = (
+        sum(answer.prompt_tokens for answer in firsts),
+        sum(answer.completion_tokens for answer in all_of),
+    )
     usage = Usage(
         prompt_tokens=prompt,
         completion_tokens=completion,
         total_tokens=prompt + completion,
-        prompt_tokens_details=PromptDetails(cached_tokens=sum(each.cached_tokens for each in firsts)),
+        prompt_tokens_details=PromptDetails(cached_tokens=sum(answer.cached_tokens for answer in firsts)),
     )
-    if any(each.reasoning_tokens is not None for each in all_of):
-        reasoning = sum(each.reasoning_tokens or 0 for each in all_of)
+    if any(answer.reasoning_tokens is not None for answer in all_of):
+        reasoning = sum(answer.reasoning_tokens or 0 for answer in all_of)
         usage.completion_tokens_details = CompletionDetails(reasoning_tokens=reasoning)
-    if any(each.energy_j is not None for each in all_of):
-        usage.energy_j = round(sum(each.energy_j or 0.0 for each in all_of), 3)
+    if any(answer.energy_j is not None for answer in all_of):
+        usage.energy_j = round(sum(answer.energy_j or 0.0 for answer in all_of), 3)
     if (explanation := firsts[0].explanation) is not None:
         usage.explanation = {
             name: value for name, value in to_fields(explanation).items() if name not in ("event", "id")

@@ -113,13 +113,13 @@ def _text_logprobs(logprobs: Sequence[Logprobs], offset: int) -> TextLogprobs:
         offset: characters of the answer before them.
     """
     offsets = []
-    for each in logprobs:
+    for token in logprobs:
         offsets.append(offset)
-        offset += len(each.text)
+        offset += len(token.text)
     return TextLogprobs(
-        tokens=[each.text for each in logprobs],
-        token_logprobs=[each.logprob for each in logprobs],
-        top_logprobs=[{top.text: top.logprob for top in _alternatives(each)} for each in logprobs],
+        tokens=[token.text for token in logprobs],
+        token_logprobs=[token.logprob for token in logprobs],
+        top_logprobs=[{top.text: top.logprob for top in _alternatives(token)} for token in logprobs],
         text_offset=offsets,
     )
 

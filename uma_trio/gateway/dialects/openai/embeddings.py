@@ -48,7 +48,7 @@ async def embed(call: Call) -> Response:
     )
     body = EmbeddingList(
         data=[
-            Embedding(index=index, embedding=cast(str, each)) for index, each in enumerate(vectors)
+            Embedding(index=index, embedding=cast(str, vector)) for index, vector in enumerate(vectors)
         ],  # encoded already
         model=request.model or (await call.daemon.model()).name,
         usage=EmbeddingUsage.of(embedded.usage),

@@ -46,7 +46,7 @@ def fingerprint_of(model: ModelDescription) -> str:
 
     As with llama-server it begins with the letter b, for build.
     """
-    adapters = [(each.name, each.size_bytes) for each in model.adapters]
+    adapters = [(adapter.name, adapter.size_bytes) for adapter in model.adapters]
     known = (uma_trio.__version__, model.name, model.description, model.size_bytes, model.created_at, adapters)
     return f"b{hashlib.sha256(repr(known).encode()).hexdigest()[:12]}"
 
@@ -304,7 +304,7 @@ async def render_prompt(call: Call, **fields: Any) -> str:
 
 def probabilities_of(of: Logprobs) -> dict[str, Any]:
     """A token of the answer with its most likely alternatives."""
-    return {**_probability(of), "top_logprobs": [_probability(each) for each in of.top_logprobs]}
+    return {**_probability(of), "top_logprobs": [_probability(alternative) for alternative in of.top_logprobs]}
 
 
 def _probability(of: Logprob) -> dict[str, Any]:

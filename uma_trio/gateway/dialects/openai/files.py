@@ -140,7 +140,7 @@ async def list_files(call: Call) -> Response:
         limit=query.limit,
         newest_first=query.order == "desc",
     )
-    return json_response(page_of(FilePage, [_file(each) for each in files], has_more=has_more))
+    return json_response(page_of(FilePage, [_file(file) for file in files], has_more=has_more))
 
 
 async def retrieve(call: Call) -> Response:

@@ -92,7 +92,7 @@ async def fill_as_llama_server(call: Call) -> Response:
     infill = {
         "prefix": request.input_prefix,
         "suffix": request.input_suffix,
-        "files": [{"filename": each.filename, "text": each.text} for each in request.input_extra],
+        "files": [{"filename": file.filename, "text": file.text} for file in request.input_extra],
     }
     shown = f"{request.input_prefix}{request.prompt}"
     return await _answer(call, request, [{"prompt": request.prompt, "infill": infill}], [shown], warnings)
@@ -178,12 +178,12 @@ class LlamaEvents(OpenAIRenderer):
 
     def whole(self, ends: Sequence[Eos]) -> object:
         """One answer, or a list of them."""
-        found = [*map(self._whole, ends)]
-        return found[0] if len(found) == 1 and not self._is_list else found
+        answers = [*map(self._whole, ends)]
+        return answers[0] if len(answers) == 1 and not self._is_list else answers
 
     def _whole(self, eos: Eos) -> object:
         text, fields = eos.text or "", self._request.response_fields
-        tokens = [each.token_id for each in eos.logprobs or ()] if self._request.return_tokens else []
+        tokens = [token.token_id for token in eos.logprobs or ()] if self._request.return_tokens else []
         body = self._description.of(eos, text, tokens, has_new_line="\n" in text)
         return _choose(msgspec.to_builtins(body), fields) if fields else body
 
@@ -195,11 +195,11 @@ class LlamaEvents(OpenAIRenderer):
             return b""
         if "\n" in event.text:
             self._has_new_line.add(index)
-        tokens = [each.token_id for each in held if each.token_id is not None]
+        tokens = [token.token_id for token in held if token.token_id is not None]
         body = LlamaAnswer(index=index, content=event.text, tokens=tokens, stop=False, **more)
         if self._description.probabilities:
             body.completion_probabilities = [
-                probabilities_of(found) for each in held if (found := logprobs_of(each)) is not None
+                probabilities_of(logprobs) for token in held if (logprobs := logprobs_of(token)) is not None
             ]
         held.clear()
         return sse(body)
@@ -209,7 +209,9 @@ async def lora_adapters(call: Call) -> Response:
     """The adapters of the default model, by their numbers.  ``scale`` is that of requests that give none."""
     model = (await call.ask(lambda client: client.models()))[0]
     adapters = enumerate(model.adapters)
-    return json_response([LoraAdapter(id=number, path=each.name, scale=each.scale) for number, each in adapters])
+    return json_response(
+        [LoraAdapter(id=number, path=adapter.name, scale=adapter.scale) for number, adapter in adapters]
+    )
 
 
 async def props(call: Call) -> Response:

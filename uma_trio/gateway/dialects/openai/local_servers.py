@@ -163,8 +163,8 @@ class TemplateRequest(TemplateFields, kw_only=True):
 async def apply_template(call: Call) -> Response:
     """The text that the chat template makes of a chat."""
     request, warnings = await call.read(TemplateRequest)
-    found = await _render(call, request, request.messages, warnings)
-    return json_response(Rendered(prompt=found.text or ""), warnings=warnings)
+    rendered = await _render(call, request, request.messages, warnings)
+    return json_response(Rendered(prompt=rendered.text or ""), warnings=warnings)
 
 
 async def _render(call: Call, request: TemplateFields, messages: list[Message], warnings: list[str]) -> TokenList:

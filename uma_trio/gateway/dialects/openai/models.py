@@ -20,7 +20,7 @@ async def list_models(call: Call) -> Response:
     """All models that are served, the default one first, and each of them with each of its adapters."""
     models = await call.ask(lambda client: client.models())
     named = [(name, model) for model in models for name in model.names]
-    return json_response(ModelPage(data=[_model(*each) for each in named]))
+    return json_response(ModelPage(data=[_model(*pair) for pair in named]))
 
 
 def _model(name: str, model: ModelDescription) -> Model:

@@ -54,14 +54,14 @@ class Translation:
         Raises:
             HttpError: they are neither texts nor tokens, or more than ``most``.
         """
-        each = given if is_several(given) else [given]
-        if len(each) > most:
-            raise invalid(f"{parameter} has {len(each)} texts; send at most {most}", parameter=parameter)
+        items = given if is_several(given) else [given]
+        if len(items) > most:
+            raise invalid(f"{parameter} has {len(items)} texts; send at most {most}", parameter=parameter)
         async with self._call.part():
-            ready = [_as_it_is(prompt) for prompt in each]
+            ready = [_as_it_is(prompt) for prompt in items]
         return [
-            await self._prompt(prompt, parameter) if found is None else found
-            for prompt, found in zip(each, ready, strict=True)
+            await self._prompt(prompt, parameter) if prepared is None else prepared
+            for prompt, prepared in zip(items, ready, strict=True)
         ]
 
     async def _prompt(self, given: Any, parameter: str) -> Tokens:

@@ -103,9 +103,9 @@ async def rank(call: Call) -> Response:
         return json_response(
             [
                 RankedIndex(
-                    index=each.index, score=each.score, text=texts[each.index] if request.return_text else UNSET
+                    index=result.index, score=result.score, text=texts[result.index] if request.return_text else UNSET
                 )
-                for each in ranking.results
+                for result in ranking.results
             ]
         )
     body = Ranking(
@@ -140,17 +140,20 @@ def _documents(request: RerankRequest) -> list[str]:
     """
     if (request.documents is None) == (request.texts is None):
         raise invalid("give documents, a list of texts", parameter="documents")
-    return [each if isinstance(each, str) else each.text for each in request.documents or request.texts or ()]
+    return [
+        document if isinstance(document, str) else document.text
+        for document in request.documents or request.texts or ()
+    ]
 
 
 def _results(request: RerankRequest, texts: list[str], ranking: client.Ranking) -> list[RankedDocument]:
     return [
         RankedDocument(
-            index=each.index,
-            relevance_score=each.score,
-            document=RankedText(text=texts[each.index]) if request.return_documents else UNSET,
+            index=result.index,
+            relevance_score=result.score,
+            document=RankedText(text=texts[result.index]) if request.return_documents else UNSET,
         )
-        for each in ranking.results
+        for result in ranking.results
     ]
 
 

@@ -90,8 +90,8 @@ class ResponseEvents(PartRenderer):
             case "reasoning":
                 return self._content_event("response.reasoning_text.delta", part, delta=text, **self._more)
             case "text":
-                found = probabilities([logprobs] if logprobs is not None else [])
-                return self._content_event("response.output_text.delta", part, delta=text, logprobs=found, **self._more)
+                shown = probabilities([logprobs] if logprobs is not None else [])
+                return self._content_event("response.output_text.delta", part, delta=text, logprobs=shown, **self._more)
             case "call" if part.name in self._custom_tools:
                 return b""  # its input is known when its arguments are complete
             case "call":
@@ -105,8 +105,8 @@ class ResponseEvents(PartRenderer):
                 done = self._content_event("response.reasoning_text.done", part, text=part.text)
                 done += self._content_event("response.content_part.done", part, part=_reasoning_text(part))
             case "text":
-                found = probabilities(part.logprobs)
-                done = self._content_event("response.output_text.done", part, text=part.text, logprobs=found)
+                shown = probabilities(part.logprobs)
+                done = self._content_event("response.output_text.done", part, text=part.text, logprobs=shown)
                 done += self._content_event("response.content_part.done", part, part=_output_text(part))
             case "call" if part.name in self._custom_tools:
                 name, text = "response.custom_tool_call_input", custom_input(part)

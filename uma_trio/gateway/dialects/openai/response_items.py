@@ -57,7 +57,7 @@ def has_files(items: str | Sequence[Item]) -> bool:
     if isinstance(items, str):
         return False
     contents = [content for item in items for content in (item.content, item.output) if isinstance(content, list)]
-    return any(isinstance(part, dict) and part.get("type") in FILES for each in contents for part in each)
+    return any(isinstance(part, dict) and part.get("type") in FILES for content in contents for part in content)
 
 
 class Conversation:
@@ -211,7 +211,7 @@ def seal(text: str) -> str:
 def custom_input(part: Part) -> str:
     """The text for a custom tool, out of the arguments of its call."""
     try:
-        found = msgspec.json.decode(part.text)
+        arguments = msgspec.json.decode(part.text)
     except (msgspec.DecodeError, RecursionError):
         return part.text
-    return found["input"] if isinstance(found, dict) and isinstance(found.get("input"), str) else part.text
+    return arguments["input"] if isinstance(arguments, dict) and isinstance(arguments.get("input"), str) else part.text

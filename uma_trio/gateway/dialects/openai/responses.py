@@ -273,10 +273,10 @@ async def _prompt(call: Call) -> tuple[list[int], list[str]]:
     conversation = Conversation(request.instructions, request.new_input(), () if past is None else past.messages)
     messages = without_noise(conversation.messages)
     tools = _tool_fields(request, warnings)["tools"]
-    found = await call.tokenize_chat(
+    tokenized = await call.tokenize_chat(
         model=request.model, messages=messages, tools=tools, chat_template_kwargs=request.template_kwargs
     )
-    return found.tokens, [*warnings, *conversation.warnings]
+    return tokenized.tokens, [*warnings, *conversation.warnings]
 
 
 def _check(request: ResponsesRequest, warnings: list[str]) -> None:

@@ -35,11 +35,11 @@ class ReadPosition:
         Raises:
             HttpError: it is not such an id.
         """
-        found = _EVENT_ID.fullmatch(event_id)
-        if found is None or int(found[2]) > MAX_INT32:
+        match = _EVENT_ID.fullmatch(event_id)
+        if match is None or int(match[2]) > MAX_INT32:
             message = "Last-Event-ID is the id of a chunk of a resumable stream, such as 4f1c:12"
             raise invalid(message, parameter="Last-Event-ID")
-        return cls(found[1], int(found[2]))
+        return cls(match[1], int(match[2]))
 
 
 def last_position(headers: Mapping[str, str]) -> ReadPosition | None:

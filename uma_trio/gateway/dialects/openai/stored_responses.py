@@ -203,8 +203,8 @@ async def read_stored(call: Call, info: AnswerInfo, stored: StoredHead) -> Respo
 
 async def whole(batches: AsyncIterator[list[Event]], events: ResponseEvents) -> ResponseObject:
     """The response of these events, which are not streamed."""
-    async with aclosing(batches) as found:  # type: ignore[type-var]
-        async for batch in found:
+    async with aclosing(batches) as closing:  # type: ignore[type-var]
+        async for batch in closing:
             for event in batch:
                 events.render(event)
     events.end()

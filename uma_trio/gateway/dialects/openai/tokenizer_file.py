@@ -53,10 +53,10 @@ class Files:
         key = (path, model.created_at, model.size_bytes)
         async with self._lock:
             if key not in self._known:
-                found = await _make(path, library)
+                file = await _make(path, library)
                 while len(self._known) >= KEPT:
                     del self._known[next(iter(self._known))]
-                self._known[key] = found
+                self._known[key] = file
             return self._known[key]
 
 
