@@ -91,7 +91,7 @@ class Others:
 
 
 @attrs.frozen
-class Found:
+class Measurement:
     """What happened while bodies of one shape were sent."""
 
     gap_ms: float
@@ -161,7 +161,7 @@ async def send(connect: Connect, content: bytes, limit_s: float) -> str:
     return "late"
 
 
-async def measured(connect: Connect, content: bytes, n: int, others: Others, limit_s: float) -> Found:
+async def measured(connect: Connect, content: bytes, n: int, others: Others, limit_s: float) -> Measurement:
     """Send a request ``n`` times at once."""
     answers: dict[str, int] = {}
     await others.are_served()
@@ -176,7 +176,7 @@ async def measured(connect: Connect, content: bytes, n: int, others: Others, lim
             nursery.start_soon(one)
     await trio.sleep(PAUSE_S)
     gap_ms = max(waits.longest_ms() for waits in others.streams)
-    return Found(gap_ms, others.probe.longest_ms(), answers)
+    return Measurement(gap_ms, others.probe.longest_ms(), answers)
 
 
 async def work(
@@ -217,7 +217,7 @@ def _new_key(file: Path, name: str) -> str:
     return result.stdout.strip()
 
 
-def _row(shape: Shape | Frame, content: bytes, rounds: Sequence[Found]) -> list[str]:
+def _row(shape: Shape | Frame, content: bytes, rounds: Sequence[Measurement]) -> list[str]:
     answers = "; ".join(
         ", ".join(f"{n} x {status}" for status, n in measurement.answers.items()) for measurement in rounds
     )

@@ -75,7 +75,7 @@ CASES = [
 
 
 @attrs.frozen(kw_only=True)
-class Found:
+class Measurement:
     """Times of all repeats of a case, in ms; ``None`` if the server does not report it."""
 
     alone_ms: float
@@ -95,7 +95,7 @@ class Load:
     repeat: int
     seed: int
 
-    async def of(self, case: Case, rig: Rig, tokenizer: Tokenizer, place: Place) -> Found:
+    async def of(self, case: Case, rig: Rig, tokenizer: Tokenizer, place: Place) -> Measurement:
         """Measure ``case``.  Each repeat has new prompts, so that no prefix is reused."""
         rng = random.Random(self.seed)
 
@@ -120,7 +120,7 @@ class Load:
                     f"{case}: the prefill ends before it can be cancelled; make --long-tokens larger"
                 )
         snapshot = await rig.transport.snapshot() if isinstance(rig.transport, Daemon) else {}
-        return Found(
+        return Measurement(
             alone_ms=1e3 * statistics.median(alone_s),
             next_ms=[1e3 * seconds for seconds in next_s],
             free_p50_ms=snapshot.get("cancel_to_free_p50_ms"),
@@ -208,7 +208,7 @@ async def _ttft_s(rig: Rig, question: Question) -> float:
     return came[0] - began
 
 
-def show(measurements: dict[Case, Found]) -> str:
+def show(measurements: dict[Case, Measurement]) -> str:
     header = (
         "", "cancelled during", "by", "KV free p50 ms", "max", "next first token p50 ms", "max", "idle p50 ms", "p50 - idle",
     )  # fmt: skip
@@ -250,7 +250,7 @@ def main(csv_file: Path | None, **options: Any) -> None:
     load = Load(**{field.name: options[field.name] for field in attrs.fields(Load)})
     place.show()
 
-    async def work() -> dict[Case, Found]:
+    async def work() -> dict[Case, Measurement]:
         serving = load.serving(place)
         flags = [*uma_trio_flags(serving), *options["serve_flags"]]
         rigs = {US: partial(uma_trio_rig, flags)}
@@ -259,7 +259,7 @@ def main(csv_file: Path | None, **options: Any) -> None:
             rigs[SERVER] = partial(llama_server_rig, options["peers"], serving, shlex.split(options["rival_flags"]))
         click.echo(f"servers   {serving}\nload      {load}\n")
         file = RunsFile(csv_file, ["server", "moment", "way", "next_first_token_ms"])
-        measurements: dict[Case, Found] = {}
+        measurements: dict[Case, Measurement] = {}
         with vocabulary(place.model) as tokenizer:
             for case in CASES:
                 if case.server not in rigs:

@@ -34,7 +34,7 @@ PATHS: Final = ("/healthz", "/metrics")
 PAUSE_S: Final = 0.15
 """Between two probes: a snapshot of the metrics may be a tenth of a second old, so each probe needs a new one."""
 
-Found = dict[tuple[str, str], list[float]]
+Measurements = dict[tuple[str, str], list[float]]
 """Milliseconds by path and load."""
 
 
@@ -53,7 +53,7 @@ async def probe(url: str, repeat: int) -> dict[str, list[float]]:
     return times_by_path
 
 
-async def measured(rig: Rig, tokenizer: Tokenizer, prompt_tokens: int, repeat: int) -> Found:
+async def measured(rig: Rig, tokenizer: Tokenizer, prompt_tokens: int, repeat: int) -> Measurements:
     """Probe an idle daemon, and one that computes one new prompt after another."""
     gateway = rig.transport
     assert isinstance(gateway, Gateway)
@@ -90,7 +90,7 @@ def main(prompt_tokens: int, repeat: int, serve_flags: Sequence[str], **options:
     context = str(2 * (prompt_tokens + 64))
     flags = ["--model", str(place.model), "--threads", str(place.threads), "--parallel", "2", "--ctx", context]
 
-    async def work() -> Found:
+    async def work() -> Measurements:
         with vocabulary(place.model) as tokenizer:
             async with uma_trio_rig([*flags, *serve_flags], protocol="http") as rig:
                 return await measured(rig, tokenizer, prompt_tokens, repeat)
