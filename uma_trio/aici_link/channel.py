@@ -106,12 +106,12 @@ class SemaphoreMailbox:
             self._free.release()
 
     def unlink(self) -> None:
-        for each in (self._memory, self._free, self._ready):
-            each.unlink()
+        for part in (self._memory, self._free, self._ready):
+            part.unlink()
 
     def close(self) -> None:
-        for each in (self._memory, self._free, self._ready):
-            each.close()
+        for part in (self._memory, self._free, self._ready):
+            part.close()
 
 
 class FutexMailbox:

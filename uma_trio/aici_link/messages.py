@@ -434,10 +434,10 @@ def decode_request(data: bytes) -> ReceivedRequest:
 
 def _rid_of(data: bytes) -> str | UnsetType:
     try:
-        found = msgspec.json.decode(data)
+        fields = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return UNSET
-    rid = found.get("$rid") if isinstance(found, dict) else None
+    rid = fields.get("$rid") if isinstance(fields, dict) else None
     return rid if isinstance(rid, str) else UNSET
 
 
@@ -459,16 +459,16 @@ def decode_answer(data: bytes, kind: type[T]) -> Ok[T] | Error | JsonError:
         BadMessage: it is not an answer, or not of this kind.
     """
     try:
-        found = _ANSWER.decode(data)
-        if found.type == "ok":
-            return Ok(msgspec.json.decode(found.data, type=kind), found.rid)
+        answer = _ANSWER.decode(data)
+        if answer.type == "ok":
+            return Ok(msgspec.json.decode(answer.data, type=kind), answer.rid)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadMessage(f"not an answer of an AICI runtime: {error}") from None
-    if found.type == "error":
-        return Error(found.error, found.is_user_error, found.rid)
-    if found.type == "json-error":
-        return JsonError(found.error)
-    raise BadMessage(f"not an answer of an AICI runtime: its type is {found.type!r}")
+    if answer.type == "error":
+        return Error(answer.error, answer.is_user_error, answer.rid)
+    if answer.type == "json-error":
+        return JsonError(answer.error)
+    raise BadMessage(f"not an answer of an AICI runtime: its type is {answer.type!r}")
 
 
 def rid_of_answer(data: bytes) -> str | None:

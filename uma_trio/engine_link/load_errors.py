@@ -83,17 +83,17 @@ def readable(reason: str) -> tuple[str, str]:
             "the weights do not fit into memory",
             "take a smaller model or a stronger quantization, or keep fewer layers on the GPU with --gpu-layers",
         )
-    causes = [_FUNCTION.sub("", line) for line in (*(each for each in lines if not _FOLLOWS.search(each)), lines[0])]
+    causes = [_FUNCTION.sub("", line) for line in (*(line for line in lines if not _FOLLOWS.search(line)), lines[0])]
     if of_context:
         return f"llama.cpp refuses these settings ({causes[0]})", "change those of the section model"
-    if found := re.search(r"unknown model architecture: '([^']*)'", reason):
+    if match := re.search(r"unknown model architecture: '([^']*)'", reason):
         return (
-            f"the llama.cpp of this build does not know its architecture {found[1]!r}",
+            f"the llama.cpp of this build does not know its architecture {match[1]!r}",
             "take another model, or a newer uma-trio",
         )
-    if found := re.search(r"SPLIT_MODE_TENSOR not implemented for architecture '([^']*)'", reason):
+    if match := re.search(r"SPLIT_MODE_TENSOR not implemented for architecture '([^']*)'", reason):
         return (
-            f"llama.cpp cannot divide layers of the architecture {found[1]!r} between devices",
+            f"llama.cpp cannot divide layers of the architecture {match[1]!r} between devices",
             "set split_mode to layer",
         )
     return f"llama.cpp refuses the file ({causes[0]})", REMEDY
@@ -111,7 +111,7 @@ def _of_death(reason: str) -> tuple[str, str]:
 def _nearest(path: Path) -> str:
     """What to give instead of a file that does not exist."""
     with contextlib.suppress(OSError):
-        others = {each.name: each for each in path.parent.iterdir() if each.suffix == ".gguf"}
+        others = {file.name: file for file in path.parent.iterdir() if file.suffix == ".gguf"}
         if near := difflib.get_close_matches(path.name, others, n=1, cutoff=0.7):
             return f"did you mean {others[near[0]]}?"
     return GIVE_A_FILE
@@ -120,7 +120,7 @@ def _nearest(path: Path) -> str:
 def _within(folder: Path) -> str:
     """What to give instead of a folder."""
     with contextlib.suppress(OSError):
-        files = sorted(each for each in folder.iterdir() if each.suffix == ".gguf")
+        files = sorted(file for file in folder.iterdir() if file.suffix == ".gguf")
         if files:
             return f"give a file in it, such as {files[0]}"
     return GIVE_A_FILE

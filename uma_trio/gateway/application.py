@@ -151,9 +151,9 @@ def _other_bodies(config: Config, endpoints: Sequence[Endpoint]) -> dict[tuple[s
     max_bytes = config.files.max_file_mb * MB + MAX_FORM_BYTES
     forms = BodyLimits(max_bytes, timeout_s, "max_file_mb", are_json=False, are_streamed=True)
     return {
-        (each.method, each.path): binary if each.form is None else forms
-        for each in endpoints
-        if each.form is not None or each.raw_body is not None
+        (endpoint.method, endpoint.path): binary if endpoint.form is None else forms
+        for endpoint in endpoints
+        if endpoint.form is not None or endpoint.raw_body is not None
     }
 
 
@@ -254,6 +254,6 @@ def _dialect_of(scope: Scope) -> Dialect:
     for pattern, endpoint in PATTERNS:
         if pattern.match(path):
             return endpoint.chosen_by(headers).dialect
-    of_path = (each for each in DIALECTS if each.prefix is not None and path.startswith(each.prefix))
-    of_client = (each for each in DIALECTS if each.header is not None and each.header in headers)
+    of_path = (dialect for dialect in DIALECTS if dialect.prefix is not None and path.startswith(dialect.prefix))
+    of_client = (dialect for dialect in DIALECTS if dialect.header is not None and dialect.header in headers)
     return next(chain(of_path, of_client), DIALECTS[0])

@@ -26,9 +26,9 @@ def document(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
     """The document of these endpoints, in version 3.1 of the format."""
     endpoints = list(endpoints)
     types = {
-        each
+        shape
         for endpoint in endpoints
-        for each in (endpoint.body, endpoint.form, *endpoint.shapes, endpoint.event_shape)
+        for shape in (endpoint.body, endpoint.form, *endpoint.shapes, endpoint.event_shape)
     } - {None}
     ordered = sorted(types, key=str)
     schemas, components = msgspec.json.schema_components(ordered, ref_template=REFERENCE)
@@ -48,7 +48,7 @@ def document(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
             "version": uma_trio.__version__,
             "description": "The page at /docs shows the same for people.",
         },
-        "tags": [{"name": each.title} for each in dialects_of(endpoints)],
+        "tags": [{"name": dialect.title} for dialect in dialects_of(endpoints)],
         "paths": paths,
         "components": {
             "schemas": _with_patterns_of_ecma(components),
@@ -66,13 +66,13 @@ def _with_patterns_of_ecma(schema: Any) -> Any:
     match schema:
         case dict():
             return {
-                name: each.replace(r"\Z", "$")
-                if name == "pattern" and isinstance(each, str)
-                else _with_patterns_of_ecma(each)
-                for name, each in schema.items()
+                name: keyword.replace(r"\Z", "$")
+                if name == "pattern" and isinstance(keyword, str)
+                else _with_patterns_of_ecma(keyword)
+                for name, keyword in schema.items()
             }
         case list():
-            return [_with_patterns_of_ecma(each) for each in schema]
+            return [_with_patterns_of_ecma(item) for item in schema]
     return schema
 
 
@@ -112,16 +112,16 @@ def _operation(endpoint: Endpoint, schema_of: dict[Any, dict[str, Any]]) -> dict
 
 def _query_parameters(endpoint: Endpoint) -> Iterator[dict[str, Any]]:
     """The parameters of the query string.  Those of another dialect at the same path only count with its header."""
-    for each in (endpoint, *endpoint.others):
-        if each.query is None:
+    for variant in (endpoint, *endpoint.others):
+        if variant.query is None:
             continue
-        _, components = msgspec.json.schema_components([each.query], ref_template=REFERENCE)
-        for name, schema in components[each.query.__name__]["properties"].items():
+        _, components = msgspec.json.schema_components([variant.query], ref_template=REFERENCE)
+        for name, schema in components[variant.query.__name__]["properties"].items():
             [kind] = [kind for kind in schema.pop("anyOf", [{}]) if kind != {"type": "null"}]  # it cannot say null
             schema = {key: value for key, value in {**schema, **kind}.items() if (key, value) != ("default", None)}
             description = schema.pop("description", "")
-            if each is not endpoint:
-                description, schema = f"Only with the header {each.dialect.header}.", {"type": "string"}
+            if variant is not endpoint:
+                description, schema = f"Only with the header {variant.dialect.header}.", {"type": "string"}
             yield {"name": name, "in": "query", "required": False, "description": description, "schema": schema}
 
 
@@ -136,7 +136,7 @@ def _answer(endpoint: Endpoint, media_type: str, schema_of: dict[Any, dict[str, 
 
 def _hide(schema: dict[str, Any], names: Container[str]) -> None:
     """Remove properties."""
-    schema["properties"] = {name: each for name, each in schema["properties"].items() if name not in names}
+    schema["properties"] = {name: described for name, described in schema["properties"].items() if name not in names}
     schema["required"] = [name for name in schema.get("required", ()) if name not in names]
 
 
@@ -144,7 +144,7 @@ def _shape(value: Any) -> dict[str, Any]:
     """The JSON schema of an example, with all of its fields."""
     match value:
         case dict():
-            properties = {name: _shape(each) for name, each in value.items()}
+            properties = {name: _shape(field) for name, field in value.items()}
             return {"type": "object", "properties": properties}
         case str():
             return {"type": "string"}
@@ -156,7 +156,7 @@ def endpoint_of(endpoints: Iterable[Endpoint]) -> Endpoint:
 
     async def openapi(call: Call) -> Response:
         """What this gateway serves."""
-        return json_response(document([*endpoints, found]))
+        return json_response(document([*endpoints, endpoint]))
 
-    found = NATIVE.get("/openapi.json", openapi)
-    return found
+    endpoint = NATIVE.get("/openapi.json", openapi)
+    return endpoint

@@ -87,12 +87,12 @@ def _endpoint(name: str, path: str, content: bytes) -> Endpoint:
 
 def _files(page: str, folder: Traversable, at: str) -> Iterator[Endpoint]:
     """The files of a folder that browsers load, ``index.html`` at ``page`` and the others below ``at``."""
-    for each in sorted(folder.iterdir(), key=lambda each: each.name):
-        if each.is_dir():
-            yield from _files(page, each, f"{at}/{each.name}")
-        elif each.name.rpartition(".")[2] in MEDIA_TYPES:
-            path = page if each.name == "index.html" else f"{at}/{each.name}"
-            yield _endpoint(each.name, path, _content(each))
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
+        if entry.is_dir():
+            yield from _files(page, entry, f"{at}/{entry.name}")
+        elif entry.name.rpartition(".")[2] in MEDIA_TYPES:
+            path = page if entry.name == "index.html" else f"{at}/{entry.name}"
+            yield _endpoint(entry.name, path, _content(entry))
 
 
 PAGES: Final = (*_files("/", FOLDER, "/dashboard"), *_files("/chat", CHAT, "/chat"))

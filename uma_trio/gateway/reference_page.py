@@ -61,19 +61,19 @@ def groups_of(api: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
                 "description": operation["description"],
                 "parameters": [
                     {
-                        "name": each["name"],
-                        "type": type_of(each["schema"]),
-                        "is_required": each["required"],
-                        "description": each.get("description", ""),
+                        "name": parameter["name"],
+                        "type": type_of(parameter["schema"]),
+                        "is_required": parameter["required"],
+                        "description": parameter.get("description", ""),
                     }
-                    for each in operation.get("parameters", ())
+                    for parameter in operation.get("parameters", ())
                 ],
                 "takes": _fields(_json_of(operation.get("requestBody", {})), schemas),
                 "gives": _fields(answers.get("application/json", {}).get("schema", {}), schemas),
                 "media_types": list(answers),
                 "errors": [
-                    f"{status} {each['description']}"
-                    for status, each in operation["responses"].items()
+                    f"{status} {answer['description']}"
+                    for status, answer in operation["responses"].items()
                     if status != "200"
                 ],
             }
@@ -106,10 +106,10 @@ def _resolve(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> Mapping[s
     """The schema that is meant; of several that are possible, the first object."""
     if "$ref" in schema:
         return schemas[schema["$ref"].rpartition("/")[2]]  # type: ignore[no-any-return]
-    for each in schema.get("anyOf", ()):
-        found = _resolve(each, schemas)
-        if "properties" in found:
-            return found
+    for alternative in schema.get("anyOf", ()):
+        resolved = _resolve(alternative, schemas)
+        if "properties" in resolved:
+            return resolved
     return schema
 
 
@@ -118,9 +118,11 @@ def type_of(schema: Mapping[str, Any]) -> str:
     if "$ref" in schema:
         return str(schema["$ref"]).rpartition("/")[2].rpartition(".")[2]
     if "anyOf" in schema:
-        return " or ".join(dict.fromkeys(type_of(each) for each in schema["anyOf"] if each.get("type") != "null"))
+        return " or ".join(
+            dict.fromkeys(type_of(alternative) for alternative in schema["anyOf"] if alternative.get("type") != "null")
+        )
     if "enum" in schema:
-        return " or ".join(repr(each) for each in schema["enum"])
+        return " or ".join(repr(value) for value in schema["enum"])
     kind = schema.get("type", "anything")
     if kind == "array" and schema.get("items"):
         return f"array of {type_of(schema['items'])}"

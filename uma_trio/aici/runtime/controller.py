@@ -127,22 +127,22 @@ class Controller:
 
     def pre_process(self, *, deadline: float) -> PreResult:
         """How the sequence begins a step: suspended, forked, or with tokens to append."""
-        found = self._call("aici_pre_process", {}, _PRE, deadline)
-        if found.ff_tokens and (found.suspend or found.num_forks != 1):
+        result = self._call("aici_pre_process", {}, _PRE, deadline)
+        if result.ff_tokens and (result.suspend or result.num_forks != 1):
             raise self._wrong("with ff_tokens, pre_process must return num_forks 1 and suspend false")
-        if found.suspend and found.num_forks != 1:
+        if result.suspend and result.num_forks != 1:
             raise self._wrong("with suspend, pre_process must return num_forks 1")
-        self._check_tokens(found.ff_tokens)
-        names = [name[:MAX_NAME_CHARACTERS] for name in found.waits_for[:MAX_NAMES]] if found.suspend else []
-        return PreResult(found.suspend, found.num_forks, found.ff_tokens, names or UNSET)
+        self._check_tokens(result.ff_tokens)
+        names = [name[:MAX_NAME_CHARACTERS] for name in result.waits_for[:MAX_NAMES]] if result.suspend else []
+        return PreResult(result.suspend, result.num_forks, result.ff_tokens, names or UNSET)
 
     def mid_process(self, fork_group: Sequence[int], row: Row, *, deadline: float) -> MidAction:
         """Fills ``row``: ``ALLOWED`` for tokens that may come next, ``DISALLOWED`` for all others."""
         guest = self._guest
         guest.row, guest.row_is_written = row, False
         try:
-            found = self._call("aici_mid_process", {"fork_group": fork_group}, _MID, deadline)
-            action = self._action(found)
+            result = self._call("aici_mid_process", {"fork_group": fork_group}, _MID, deadline)
+            action = self._action(result)
         except (ControllerError, ControllerTimeout):
             row[:] = DISALLOWED
             raise
@@ -183,7 +183,7 @@ class Controller:
             raise
         copy._guest.sequence_id = sequence_id
         copy._guest.blobs = dict(guest.blobs)
-        copy._guest.constraints = {number: each.copy() for number, each in guest.constraints.items()}
+        copy._guest.constraints = {number: constraint.copy() for number, constraint in guest.constraints.items()}
         copy._guest.n_constraints_made = guest.n_constraints_made
         return copy
 
@@ -198,8 +198,8 @@ class Controller:
 
     def take_storage(self) -> list[StorageCommand]:
         """Writes of variables since the last time."""
-        found, self._guest.storage = self._guest.storage, []
-        return found
+        commands, self._guest.storage = self._guest.storage, []
+        return commands
 
     def close(self) -> None:
         """Free the instance.  Every later call fails with ``PREVIOUS_ERROR``; closing it again is a no-op."""
@@ -226,9 +226,9 @@ class Controller:
         """Take over memory and globals of another instance of the same module."""
         old, new = original._guest, self._guest
         new.memory.copy_from(old.memory)
-        for name, each in original._exports.items():
+        for name, exported in original._exports.items():
             if name.startswith(GLOBAL):
-                self._exports[name].set_value(new.store, each.value(old.store))
+                self._exports[name].set_value(new.store, exported.value(old.store))
 
     def _call(self, name: str, argument: object, decoder: msgspec.json.Decoder[T], deadline: float) -> T:
         """The result of a callback.
@@ -258,11 +258,11 @@ class Controller:
         guest.failure, guest.deadline = None, deadline
         try:
             with self._functions.serving(guest), self._epochs.until(guest.store, deadline):
-                found = self._exports[name](guest.store, *arguments)
+                result = self._exports[name](guest.store, *arguments)
         except (wasmtime.Trap, wasmtime.WasmtimeError) as error:
             raise self._explained(error, name) from None
         self._count_memory()
-        return found
+        return result
 
     def _count_memory(self) -> None:
         n_bytes = self._guest.memory.n_bytes
@@ -300,14 +300,14 @@ class Controller:
             return ControllerError(f"{name}: out of memory: it needs more than a controller may have")
         return ControllerError(f"{_function_text(name)}: {_short(str(error))}")
 
-    def _action(self, found: _MidResult | str) -> MidAction:
-        if isinstance(found, str):
+    def _action(self, result: _MidResult | str) -> MidAction:
+        if isinstance(result, str):
             return StopSequence()
-        if (found.SampleWithBias is None) == (found.Splice is None):
+        if (result.SampleWithBias is None) == (result.Splice is None):
             raise self._wrong("aici_mid_process must return one of Stop, SampleWithBias and Splice")
-        if found.Splice is None:
+        if result.Splice is None:
             return Sample()
-        splice = Splice(found.Splice.backtrack, found.Splice.ff_tokens)
+        splice = Splice(result.Splice.backtrack, result.Splice.ff_tokens)
         self._check_tokens(splice.ff_tokens)
         if not splice.n_removed and not splice.ff_tokens:
             raise self._wrong("empty splice: without backtrack there must be ff_tokens")

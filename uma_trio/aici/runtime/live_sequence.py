@@ -138,13 +138,13 @@ class PostPreCall(ControllerCall):
         controller = self.sequence.require_controller()
         appended, self.sequence.held = self.sequence.held, []
         for _ in range(MAX_FF_ROUNDS + 1):
-            found = controller.pre_process(deadline=self.deadline)
-            if not found.ff_tokens:
-                if found.suspend:
+            result = controller.pre_process(deadline=self.deadline)
+            if not result.ff_tokens:
+                if result.suspend:
                     self.sequence.held, appended = appended, []
-                return PreResult(found.suspend, found.num_forks, appended, found.waits_for)
-            appended += found.ff_tokens
-            if controller.post_process(found.ff_tokens, 0, deadline=self.deadline):
+                return PreResult(result.suspend, result.num_forks, appended, result.waits_for)
+            appended += result.ff_tokens
+            if controller.post_process(result.ff_tokens, 0, deadline=self.deadline):
                 return PreResult(num_forks=ENDED, ff_tokens=appended)
         controller.close()
         raise ControllerError("too many ff_tokens rounds from pre_process")

@@ -206,7 +206,7 @@ class Sequences:
             return f"duplicate id {id}"
         if parent.late is not None:
             return _unanswered(parent_id, parent.late)
-        if sum(each.req_id == parent.req_id for each in self._live.values()) + 1 > self._limits.max_forks:
+        if sum(live.req_id == parent.req_id for live in self._live.values()) + 1 > self._limits.max_forks:
             return f"too many forks (max={self._limits.max_forks})"
         self._live[id] = LiveSequence(id, parent.req_id, self._n_vocab)
         return ""
@@ -275,8 +275,8 @@ def _parent(op: MidOp) -> int:
     return op.id if op.clone_id is None else op.clone_id
 
 
-def _with_text_ids(found: dict[int, T]) -> dict[str, T]:
-    return {str(id): each for id, each in found.items()}
+def _with_text_ids(by_id: dict[int, T]) -> dict[str, T]:
+    return {str(id): value for id, value in by_id.items()}
 
 
 def _open_rows(memory: SharedMemory, n_rows: int, n_vocab: int) -> npt.NDArray[np.float32]:

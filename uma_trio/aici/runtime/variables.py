@@ -110,14 +110,14 @@ def run_command(variables: Variables, command: bytes) -> tuple[Answer, dict[str,
         VariablesFull: there is no room for what it writes.
     """
     try:
-        found = _COMMAND.decode(command)
+        decoded = _COMMAND.decode(command)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadCommand(str(error)) from None
-    if (found.ReadVar is None) == (found.WriteVar is None):
+    if (decoded.ReadVar is None) == (decoded.WriteVar is None):
         raise BadCommand("it must be one of ReadVar and WriteVar")
-    if found.ReadVar is not None:
-        return _variable_answer(variables.read(found.ReadVar.name)), None
-    write = found.WriteVar
+    if decoded.ReadVar is not None:
+        return _variable_answer(variables.read(decoded.ReadVar.name)), None
+    write = decoded.WriteVar
     assert write is not None
     try:
         value = bytes.fromhex(write.value)
@@ -133,10 +133,10 @@ def run_command(variables: Variables, command: bytes) -> tuple[Answer, dict[str,
     return _variable_answer(now), sent
 
 
-def _variable_answer(found: Value | None) -> Answer:
-    if found is None:
+def _variable_answer(value: Value | None) -> Answer:
+    if value is None:
         return {"VariableMissing": {}}
-    return {"ReadVar": {"version": found.version, "value": found.value.hex()}}
+    return {"ReadVar": {"version": value.version, "value": value.value.hex()}}
 
 
 @attrs.define(eq=False)
@@ -175,10 +175,11 @@ class MemoryPool:
 
     def _evict(self) -> None:
         """Evict the largest requests until the others are within the bound."""
-        left = sum(each.n_bytes for each in self._requests.values() if not each.is_evicted)
+        left = sum(request.n_bytes for request in self._requests.values() if not request.is_evicted)
         while left > self.max_bytes:
             largest = max(
-                (each for each in self._requests.values() if not each.is_evicted), key=lambda each: each.n_bytes
+                (request for request in self._requests.values() if not request.is_evicted),
+                key=lambda request: request.n_bytes,
             )
             largest.is_evicted = True
             left -= largest.n_bytes

@@ -186,32 +186,32 @@ class AnswerCheck:
             post_ids: of the post ops.
             pre_ids: of the pre ops.  Results of other sequences are passed on if they are there.
         """
-        post = {each: self._checked(answer.post_seqs.get(str(each)), self._post_problem) for each in post_ids}
+        post = {id: self._checked(answer.post_seqs.get(str(id)), self._post_problem) for id in post_ids}
         known = {int(key): result for key, result in answer.pre_seqs.items() if key.isdecimal() and len(key) < 11}
-        pre = {each: self._checked(known.get(each), self._pre_problem) for each in {**known, **dict.fromkeys(pre_ids)}}
+        pre = {id: self._checked(known.get(id), self._pre_problem) for id in {**known, **dict.fromkeys(pre_ids)}}
         return PostPreResults(post, pre)
 
     def mid(self, answer: MidAnswer, ids: Sequence[int]) -> MidResults:
         """The results of the sequences in question."""
-        return {each: self._checked(answer.seqs.get(str(each)), self._mid_problem) for each in ids}
+        return {id: self._checked(answer.seqs.get(str(id)), self._mid_problem) for id in ids}
 
     def _checked(
-        self, found: SequenceResult[T] | None, problem: Callable[[SequenceResult[T]], str]
+        self, received: SequenceResult[T] | None, problem: Callable[[SequenceResult[T]], str]
     ) -> SequenceResult[T]:
-        if found is None:
+        if received is None:
             return SequenceResult(NO_ANSWER, None)
-        error, logs = error_and_logs(found.error, found.logs)
+        error, logs = error_and_logs(received.error, received.logs)
         error, logs = error[-MAX_LOG_CHARACTERS:], logs[-MAX_LOG_CHARACTERS:]
-        result = found.result
-        if not error and found.skipped is not True and (why := problem(found)):
+        result = received.result
+        if not error and received.skipped is not True and (why := problem(received)):
             error, result = f"the controller returned an invalid result: {why}", None
-        return SequenceResult(error, result, found.storage, logs, found.micros, found.skipped)
+        return SequenceResult(error, result, received.storage, logs, received.micros, received.skipped)
 
-    def _post_problem(self, found: SequenceResult[PostResult]) -> str:
-        return "" if found.result is not None else "no result"
+    def _post_problem(self, received: SequenceResult[PostResult]) -> str:
+        return "" if received.result is not None else "no result"
 
-    def _pre_problem(self, found: SequenceResult[PreResult]) -> str:
-        result = found.result
+    def _pre_problem(self, received: SequenceResult[PreResult]) -> str:
+        result = received.result
         if result is None:
             return "no result"
         if not 0 <= result.num_forks <= self.max_forks:
@@ -222,8 +222,8 @@ class AnswerCheck:
             return "suspend and append tokens"
         return self._token_problem(result.ff_tokens)
 
-    def _mid_problem(self, found: SequenceResult[MidResult]) -> str:
-        result = found.result
+    def _mid_problem(self, received: SequenceResult[MidResult]) -> str:
+        result = received.result
         if result is None:
             return ""
         if not 0 <= result.backtrack <= self.max_tokens:

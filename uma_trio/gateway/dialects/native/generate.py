@@ -85,16 +85,16 @@ async def steer(call: Call) -> Response:
 async def explain(call: Call) -> Response:
     """Why tokens of the prompt of the request ``id`` of the same client were computed again."""
     name, model = call.request.path_params["id"], call.query(ModelQuery).model
-    found = await call.ask(lambda client: client.explain(name, model=model), counts=True)
-    return json_response(ExplainedPrompt(**_without_names(to_fields(found))))
+    explanation = await call.ask(lambda client: client.explain(name, model=model), counts=True)
+    return json_response(ExplainedPrompt(**_without_names(to_fields(explanation))))
 
 
 def _split_stop(fields: dict[str, Any]) -> None:
     """Let ``stop`` have token ids as well as texts."""
     stop, ids_before = fields.get("stop"), fields.get("stop_token_ids", [])
-    if isinstance(stop, list) and isinstance(ids_before, list) and any(isinstance(each, int) for each in stop):
-        fields["stop"] = [each for each in stop if type(each) is not int]
-        fields["stop_token_ids"] = [*ids_before, *[each for each in stop if type(each) is int]]
+    if isinstance(stop, list) and isinstance(ids_before, list) and any(isinstance(item, int) for item in stop):
+        fields["stop"] = [item for item in stop if type(item) is not int]
+        fields["stop_token_ids"] = [*ids_before, *[item for item in stop if type(item) is int]]
 
 
 def _without_names(fields: dict[str, Any]) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class Events(AnswerRenderer):
     def whole(self, ends: Sequence[Eos]) -> object:
         """The fields of the last event; of several answers, a list of these."""
         answers = [_without_names(to_fields(eos)) for eos in ends]
-        warnings = [*self._warnings, *(each for answer in answers for each in answer.pop("warnings", []))]
+        warnings = [*self._warnings, *(warning for answer in answers for warning in answer.pop("warnings", []))]
         body = answers[0] if len(answers) == 1 else {"answers": answers}
         return Answer(request_id=self._request_id, **body, warnings=warnings or UNSET)
 
@@ -161,10 +161,10 @@ async def tokenize(call: Call) -> Response:
     request, warnings = await call.read(TokenizeRequest)
     if (request.text is None) == (request.tokens is None):
         raise invalid("give exactly one of text and tokens")
-    found = await call.ask(lambda client: client.tokenize(**msgspec.structs.asdict(request)), counts=True)
-    offsets = UNSET if found.offsets is None else found.offsets
-    text = UNSET if found.text is None else found.text
-    return json_response(Tokenized(tokens=found.tokens, offsets=offsets, text=text), warnings=warnings)
+    tokens = await call.ask(lambda client: client.tokenize(**msgspec.structs.asdict(request)), counts=True)
+    offsets = UNSET if tokens.offsets is None else tokens.offsets
+    text = UNSET if tokens.text is None else tokens.text
+    return json_response(Tokenized(tokens=tokens.tokens, offsets=offsets, text=text), warnings=warnings)
 
 
 ENDPOINTS = (

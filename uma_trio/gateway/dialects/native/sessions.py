@@ -57,8 +57,8 @@ class RenameRequest(SessionRequest, kw_only=True):
 async def list_sessions(call: Call) -> Response:
     """The client's sessions, the most recently used first."""
     query = call.query(SessionsQuery)
-    found = await call.ask(lambda client: client.sessions(model=query.model, contains=query.contains))
-    return json_response(SessionPage(sessions=found))
+    sessions = await call.ask(lambda client: client.sessions(model=query.model, contains=query.contains))
+    return json_response(SessionPage(sessions=sessions))
 
 
 async def read_session(call: Call) -> Response:
@@ -123,8 +123,8 @@ async def begin_answer(call: Call) -> Response:
         raise HttpError(SessionBusy, message)
     if before is not None:
         await call.ask(lambda client: client.answers("delete", answer_id=name))
-    shown: dict[str, Any] = {each: fields[each] for each in OF_A_REQUEST if each in fields}
-    state = msgspec.json.encode({each: value for each, value in shown.items() if each != "messages"}).decode()
+    shown: dict[str, Any] = {field: fields[field] for field in OF_A_REQUEST if field in fields}
+    state = msgspec.json.encode({field: value for field, value in shown.items() if field != "messages"}).decode()
     fields |= {"id": name, "detached": True, "admit_now": True, "client_state": state}
     events = call.daemon.generate_stored(fields, goes_on=True)
     return call.stream_events(events, _KeptEvents(call.id, warnings, {"request_id": name, **shown}))
@@ -199,7 +199,7 @@ class _KeptEvents(Events):
         return b"" if error.kind in LOST else super().fail(error)
 
 
-_get, _post = (partial(each, needs_owner=True) for each in (NATIVE.get, NATIVE.post))
+_get, _post = (partial(method, needs_owner=True) for method in (NATIVE.get, NATIVE.post))
 
 ENDPOINTS = (
     _get("/v1/sessions", list_sessions, SessionPage, query=SessionsQuery),

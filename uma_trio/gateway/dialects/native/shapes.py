@@ -24,13 +24,13 @@ def shape_of(event: type, name: str, *more: Any, is_optional: bool = False) -> A
         is_optional: all fields of the event may be missing.
     """
     types, fields = get_type_hints(event, include_extras=True), [*more]
-    for each in attrs.fields(event):
-        kinds = get_args(types[each.name]) if each.default is None else [types[each.name]]
-        if is_optional or each.default is None:
-            fields.append((each.name, Union[*(kind for kind in kinds if kind is not NoneType), UnsetType], UNSET))
+    for attribute in attrs.fields(event):
+        kinds = get_args(types[attribute.name]) if attribute.default is None else [types[attribute.name]]
+        if is_optional or attribute.default is None:
+            fields.append((attribute.name, Union[*(kind for kind in kinds if kind is not NoneType), UnsetType], UNSET))
         else:
-            fields.append((each.name, *kinds))
-    fields = [each for each in fields if each[0] not in ("id", *Warned.__struct_fields__)]
+            fields.append((attribute.name, *kinds))
+    fields = [field for field in fields if field[0] not in ("id", *Warned.__struct_fields__)]
     return msgspec.defstruct(name, fields, bases=(Warned,), namespace={"__doc__": event.__doc__}, kw_only=True)
 
 

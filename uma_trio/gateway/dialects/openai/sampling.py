@@ -93,12 +93,12 @@ async def adapters_of(call: Call, request: SamplingFields) -> list[dict[str, Any
         return None
     model = await call.daemon.model(request.model)
     adapters = []
-    for number, each in enumerate(request.lora):
-        if not 0 <= each.id < len(model.adapters):
+    for number, chosen in enumerate(request.lora):
+        if not 0 <= chosen.id < len(model.adapters):
             there = f"{len(model.adapters)} adapters" if model.adapters else "no adapters (--adapter NAME=FILE)"
-            message = f"lora names the adapter {each.id}; {model.name} has {there}"
+            message = f"lora names the adapter {chosen.id}; {model.name} has {there}"
             raise HttpError(AdapterNotFound, message, parameter=f"lora[{number}].id")
-        adapters.append({"name": model.adapters[each.id].name, "scale": each.scale})
+        adapters.append({"name": model.adapters[chosen.id].name, "scale": chosen.scale})
     return adapters
 
 
