@@ -112,8 +112,8 @@ PHRASES = {
 """In prose: docstrings, comments, texts for users, documents."""
 
 VAGUE_NAMES = {
-    "uma_trio": {"found": 9.3, "each": 3.4},
-    "llama_abi": {"found": 22.5, "each": 0.3},
+    "uma_trio": {"found": 1.4, "each": 0.9},
+    "llama_abi": {"found": 0.3, "each": 0.3},
     "benches": {"found": 0.2, "each": 0.1},
 }
 """By folder, how often a variable may be called ``found`` in 1,000 lines, and how many loops may go over ``each``.
