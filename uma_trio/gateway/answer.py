@@ -36,7 +36,7 @@ NOT_BUFFERED: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 NUMBERS_PER_PIECE: Final = 64 * 1024
 """Numbers of vectors that are encoded at once: about 4 ms."""
 
-ESCAPED: Final = {each.encode(): b"\\u%04x" % ord(each) for each in "\x85\u2028\u2029"}
+ESCAPED: Final = {separator.encode(): b"\\u%04x" % ord(separator) for separator in "\x85\u2028\u2029"}
 """JSON allows these in strings, and clients that read lines of text end a line there."""
 
 encode: Final[Callable[[Any], bytes]] = msgspec.json.Encoder().encode
@@ -44,11 +44,11 @@ encode: Final[Callable[[Any], bytes]] = msgspec.json.Encoder().encode
 
 def json_text(data: Any) -> bytes:
     """``data`` as JSON that is one line for every client."""
-    found = encode(data)
-    if not found.isascii():
+    text = encode(data)
+    if not text.isascii():
         for separator, escaped in ESCAPED.items():
-            found = found.replace(separator, escaped)
-    return found
+            text = text.replace(separator, escaped)
+    return text
 
 
 def json_line(data: Any) -> bytes:
@@ -102,11 +102,11 @@ async def encode_items(
         form: what each item becomes.
         per_piece: items that are encoded at once, in a few milliseconds.
     """
-    found = []
+    encoded = []
     for start in range(0, len(items), per_piece):
         async with large_work.part() if len(items) > per_piece else nullcontext():
-            found += [msgspec.Raw(encode(form(item))) for item in items[start : start + per_piece]]
-    return found
+            encoded += [msgspec.Raw(encode(form(item))) for item in items[start : start + per_piece]]
+    return encoded
 
 
 async def encode_vectors(

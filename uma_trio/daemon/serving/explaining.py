@@ -63,22 +63,22 @@ class Explainer:
 
     def ended(self, answer: Answer) -> None:
         """Keep what is known of the prompt of ``answer``, if it was computed; the oldest ones go."""
-        found = self._prefilled(answer)
-        if found is None or len(found.text) > MAX_KEPT_CHARS or answer.index:
+        prefilled = self._prefilled(answer)
+        if prefilled is None or len(prefilled.text) > MAX_KEPT_CHARS or answer.index:
             return
-        self._kept.append(found)
-        self._n_chars += len(found.text)
+        self._kept.append(prefilled)
+        self._n_chars += len(prefilled.text)
         while len(self._kept) > MAX_KEPT or self._n_chars > MAX_KEPT_CHARS:
             self._n_chars -= len(self._kept.popleft().text)
 
     def forget(self, tokens: TokenIds, principal: str) -> None:
         """Forget the prompts of ``principal`` that are a prefix of ``tokens``."""
         kept = [
-            each
-            for each in self._kept
-            if each.principal != principal or common_prefix(each.tokens, tokens) < len(each.tokens)
+            prompt
+            for prompt in self._kept
+            if prompt.principal != principal or common_prefix(prompt.tokens, tokens) < len(prompt.tokens)
         ]
-        self._kept, self._n_chars = deque(kept), sum([len(each.text) for each in kept])
+        self._kept, self._n_chars = deque(kept), sum([len(prompt.text) for prompt in kept])
 
     def find(self, request_id: str, principal: str, running: Iterable[Answer]) -> Explanation:
         """Explain the prompt of the last request of this id.
@@ -87,53 +87,53 @@ class Explainer:
             AnswerNotFound: there is none, it has no place yet, or too many others have ended since.
         """
         ids = request_ids(request_id)
-        now = [each for each in running if each.request.id in ids and each.principal.name == principal]
-        found = next(filter(None, [self._prefilled(each) for each in now]), None)
-        if found is None:
-            for each in self._kept:
-                if each.request_id in ids and each.principal == principal:
-                    found = each
-        if found is None:
+        now = [answer for answer in running if answer.request.id in ids and answer.principal.name == principal]
+        prefilled = next(filter(None, [self._prefilled(answer) for answer in now]), None)
+        if prefilled is None:
+            for prompt in self._kept:
+                if prompt.request_id in ids and prompt.principal == principal:
+                    prefilled = prompt
+        if prefilled is None:
             raise AnswerNotFound(
                 f"nothing is known of a prompt of request {request_id!r}: it waits still, {MAX_KEPT} others have ended since, "
                 "or it belongs to another principal or model",
                 field="request_id",
             )
-        return self._explain(found)
+        return self._explain(prefilled)
 
     def of(self, answer: Answer) -> Explanation | None:
         """Explain the prompt of ``answer``; ``None`` if it was not computed."""
-        found = self._prefilled(answer)
-        return None if found is None else self._explain(found)
+        prefilled = self._prefilled(answer)
+        return None if prefilled is None else self._explain(prefilled)
 
-    def _explain(self, found: Prefilled) -> Explanation:
-        comparison, n = found.comparison, found.comparison.n_common
+    def _explain(self, prefilled: Prefilled) -> Explanation:
+        comparison, n = prefilled.comparison, prefilled.comparison.n_common
         explanation = Explanation(
-            request_id=found.request_id,
-            reason="private" if found.is_private else "new",
-            prompt_tokens=len(found.tokens),
-            cached_tokens=found.n_cached,
+            request_id=prefilled.request_id,
+            reason="private" if prefilled.is_private else "new",
+            prompt_tokens=len(prefilled.tokens),
+            cached_tokens=prefilled.n_cached,
             common_tokens=n,
         )
         earlier, lost = comparison.earlier, comparison.lost
-        if earlier is None or found.is_private:
+        if earlier is None or prefilled.is_private:
             return explanation
-        n_both = min(len(found.tokens) - 1, len(earlier))  # the last token is always computed
-        n_again = max(0, n_both - found.n_cached)
+        n_both = min(len(prefilled.tokens) - 1, len(earlier))  # the last token is always computed
+        n_again = max(0, n_both - prefilled.n_cached)
         reason: Reason = "cached" if n >= n_both else "changed"
-        n_missing, is_alike = n - found.n_cached, n >= min(MIN_SHARED_TOKENS, n_both)
+        n_missing, is_alike = n - prefilled.n_cached, n >= min(MIN_SHARED_TOKENS, n_both)
         if is_alike and n_missing > 0 and n_missing >= n_both - n:  # more for that than for the difference
             reason = "not_shared" if lost is None else "lost"
         change = None
         if reason == "changed":
-            change = self._change(found, earlier)
+            change = self._change(prefilled, earlier)
             if n < MIN_SHARED_TOKENS and change.kind == "text":
                 return explanation  # both have no more in common than any two prompts
         return attrs.evolve(
             explanation,
             reason=reason,
             again_tokens=0 if reason == "cached" else n_again,
-            cost_ms=0.0 if reason == "cached" else round(n_again * found.token_ms, 1),
+            cost_ms=0.0 if reason == "cached" else round(n_again * prefilled.token_ms, 1),
             change=change,
             obstacle=comparison.obstacle if reason == "not_shared" else None,
             loss=None
@@ -141,22 +141,26 @@ class Explainer:
             else Loss(
                 cause=lost.cause,
                 ago_ms=round(1e3 * (trio.current_time() - lost.at)),
-                claimant=None if lost.claimant is None else "you" if lost.claimant == found.principal else "another",
+                claimant=None
+                if lost.claimant is None
+                else "you"
+                if lost.claimant == prefilled.principal
+                else "another",
             ),
         )
 
-    def _change(self, found: Prefilled, earlier: TokenIds) -> Change:
+    def _change(self, prefilled: Prefilled, earlier: TokenIds) -> Change:
         change = difference(
-            found.tokens,
+            prefilled.tokens,
             earlier,
-            found.comparison.n_common,
+            prefilled.comparison.n_common,
             self._spell,
-            text=found.text,
-            messages=found.messages,
-            tools=found.tools,
+            text=prefilled.text,
+            messages=prefilled.messages,
+            tools=prefilled.tools,
         )
         index = change.message_index
-        return change if index is None else attrs.evolve(change, role=found.roles[index])
+        return change if index is None else attrs.evolve(change, role=prefilled.roles[index])
 
     def _spell(self, tokens: Sequence[int]) -> str:
         """The text of ``tokens``, without the rows of pictures."""
@@ -173,9 +177,9 @@ class Explainer:
             principal=answer.principal.name,
             tokens=answer.prompt.tokens,
             text=answer.prompt.text,
-            roles=[each.role for each in messages],
-            messages=[each.text for each in messages],
-            tools=[each.name for each in request.tools],
+            roles=[message.role for message in messages],
+            messages=[message.text for message in messages],
+            tools=[tool.name for tool in request.tools],
             n_cached=answer.n_cached,
             is_private=not request.cache_prompt,
             comparison=comparison,

@@ -147,13 +147,13 @@ class Forecaster:
     def report(self) -> list[tuple[Answer, DeadlineMissed]]:
         """Send forecasts to those who asked for them and have none yet, or one that has changed much.
 
-        Call it in every tick, and when a request has come that waits or has a deadline.  Mostly it does nothing.
+        Call it in every tick, and when a request has come that waits or has a deadline.  Most calls do nothing.
 
         Returns:
             New answers that will miss their deadlines, each with the error that says so.
         """
         asking = {
-            each: known for each in chain(self._running, self._waiting) if (known := self._asks(each)) is not None
+            answer: known for answer in chain(self._running, self._waiting) if (known := self._asks(answer)) is not None
         }
         if not asking:
             return []
@@ -167,14 +167,14 @@ class Forecaster:
         for answer, known in asking.items():
             if known.predicted is not None and not is_update:
                 continue
-            found = predictions[answer]
-            error = self._missed(answer, found, now) if known.predicted is None else None
+            prediction = predictions[answer]
+            error = self._missed(answer, prediction, now) if known.predicted is None else None
             if error is not None:
                 late.append((answer, error))
             elif answer.request.forecast:
-                _send(answer, known, found, self._pace, now)
+                _send(answer, known, prediction, self._pace, now)
             else:
-                known.predicted, known.predicted_at = found, now
+                known.predicted, known.predicted_at = prediction, now
         took_s = trio.current_time() - now
         self._may_at = max(self._may_at, now - SAVED_S) + took_s / MAX_SHARE
         return late
@@ -186,8 +186,11 @@ class Forecaster:
         now = trio.current_time()
         if now >= self._room_until:
             waiting = [*map(self._load, self._waiting.in_order()), SMALLEST]
-            found = self._forecast([*map(self._load, self._running)], waiting)
-            self._room = found[-1].place_ms, max(each.end_ms for each in found) / len(found)
+            predictions = self._forecast([*map(self._load, self._running)], waiting)
+            self._room = (
+                predictions[-1].place_ms,
+                max(prediction.end_ms for prediction in predictions) / len(predictions),
+            )
             self._room_until = trio.current_time() + (trio.current_time() - now) / MAX_SHARE
         room_s, interval_s = (1e-3 * self._pace * ms for ms in self._room)
         return round(1e3 * self._retries.wait_s(now, room_s, interval_s))
@@ -206,25 +209,25 @@ class Forecaster:
             needs = wants and (known.predicted.queue_position > 0 or known.predicted.start_ms > 1e3 * UPDATE_S)
         return known if needs else None
 
-    def _missed(self, answer: Answer, found: Prediction, now: float) -> DeadlineMissed | None:
+    def _missed(self, answer: Answer, prediction: Prediction, now: float) -> DeadlineMissed | None:
         """The error for ``answer`` if it is predicted to end after its deadline; where nobody knows how long answers are, if
         it is predicted to start after that.
 
         It says when to come back, if the wait for others is what makes it late.
         """
         ends = answer.request.ignore_eos or self._lengths.is_known
-        at_ms, left_ms = found.end_ms if ends else found.start_ms, 1e3 * (answer.deadline_at - now)
+        at_ms, left_ms = prediction.end_ms if ends else prediction.start_ms, 1e3 * (answer.deadline_at - now)
         late_ms = self._pace * at_ms - left_ms
         if late_ms <= 0:
             return None
-        waits = self._pace * (at_ms - found.place_ms) <= left_ms
+        waits = self._pace * (at_ms - prediction.place_ms) <= left_ms
         error = DeadlineMissed(
             f"the answer would {'be complete' if ends else 'begin'} in {math.ceil(self._pace * at_ms)} ms, and deadline_ms leaves "
             f"{max(0, math.floor(left_ms))} ms: give it more, or ask for fewer tokens",
             field="deadline_ms",
             retry_after_ms=math.ceil(late_ms) if waits else None,
         )
-        error.eta_ms = math.ceil(self._pace * found.end_ms)
+        error.eta_ms = math.ceil(self._pace * prediction.end_ms)
         return error
 
     def _reusable(self, answer: Answer) -> int:
@@ -236,8 +239,8 @@ class Forecaster:
 
     def _predict(self) -> dict[Answer, Prediction]:
         running, waiting = [*self._running], self._waiting.in_order()
-        found = self._forecast([*map(self._load, running)], [*map(self._load, waiting)], self._arrivals())
-        return dict(zip([*running, *waiting], found, strict=True))
+        predictions = self._forecast([*map(self._load, running)], [*map(self._load, waiting)], self._arrivals())
+        return dict(zip([*running, *waiting], predictions, strict=True))
 
     def _forecast(
         self, running: Sequence[Load], waiting: Sequence[Load], arrivals: Arrivals | None = None
@@ -272,18 +275,18 @@ class Forecaster:
         )
 
 
-def _send(answer: Answer, known: _Known, found: Prediction, pace: float, now: float) -> None:
-    last, start_ms = known.sent, pace * found.start_ms
-    if last is not None and last.queue_position == found.queue_position:
+def _send(answer: Answer, known: _Known, prediction: Prediction, pace: float, now: float) -> None:
+    last, start_ms = known.sent, pace * prediction.start_ms
+    if last is not None and last.queue_position == prediction.queue_position:
         moved_ms = abs(start_ms - last.start_ms + 1e3 * (now - known.predicted_at))
         if moved_ms < max(LEAST_MS, MUCH * start_ms):
             return
-    known.predicted, known.predicted_at = found, now
+    known.predicted, known.predicted_at = prediction, now
     known.sent = Forecast(
         id=answer.request.id,
-        queue_position=found.queue_position,
+        queue_position=prediction.queue_position,
         start_ms=round(start_ms, 1),
-        end_ms=round(pace * found.end_ms, 1),
+        end_ms=round(pace * prediction.end_ms, 1),
         index=answer.index,
     )
     answer.sink.send(known.sent)
