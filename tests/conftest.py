@@ -12,10 +12,11 @@
 - Daemons compute with one thread.  Several would meet at barriers, and with other tests on their cores they would wait
   there most of the time.
 - HTTP clients trust one authority: to read the usual hundreds takes longer than a request.
-- numpy starts no threads: they would spin, in each of the many processes that import it (``tests/support/__init__.py``).
+- numpy starts no threads: they would spin, in each of the many processes that import it.
 - Controllers may take ten seconds.  The usual limits are short for a machine that is busy with tests.
-- Tests run in one process more than there are cores (``tests/support/workers.py``), because they wait for a quarter of
-  their time: for a timeout, the end of a process, or the disk.  The last modules, of ``tests/store``, are short, so no
+- Tests run in one process more than there are cores (pytest-xdist), because they wait for a quarter of their time: for a
+  timeout, the end of a process, or the disk.  The tests of a module run in one process, in order, so that they share
+  its fixtures.  Modules run in the order of their paths, so the last ones, of ``tests/store``, are short, and no
   process waits long for the others.
 - With a library for GPUs the tests use the first GPU, and those with the marker ``cpu`` are skipped (``tests/support/gpu.py``).
 - A test that hangs fails after ``timeout`` seconds of ``pyproject.toml``.
@@ -40,8 +41,8 @@ import trio
 from tests.support import gpu, profile
 from tests.support.cpu_time import CpuTime
 from tests.support.forked import TITLE, Forked, can_fork
+from tests.support.rewriting import rewrite_share
 from tests.support.run import RUN_VARIABLE, SETTINGS_OF_DAEMONS, one_authority, run_folder
-from tests.support.workers import Workers
 
 EXIT_S = 60.0
 """How long processes of the tests may take to end after the last test."""
@@ -49,12 +50,15 @@ EXIT_S = 60.0
 GPU_WORKERS = 4
 """Most processes of a run whose library has a GPU, unless ``-n`` says another number."""
 
-os.environ[RUN_VARIABLE] = tempfile.mkdtemp(prefix="uma-trio-tests-")
-atexit.register(shutil.rmtree, os.environ[RUN_VARIABLE], ignore_errors=True)
-os.environ.setdefault("SSL_CERT_FILE", str(one_authority()))
+is_worker = "PYTEST_XDIST_WORKER" in os.environ
+if not is_worker:
+    os.environ[RUN_VARIABLE] = tempfile.mkdtemp(prefix="uma-trio-tests-")
+    atexit.register(shutil.rmtree, os.environ[RUN_VARIABLE], ignore_errors=True)
+    os.environ.setdefault("SSL_CERT_FILE", str(one_authority()))
 os.environ["XDG_CACHE_HOME"] = str(run_folder() / "cache")
-os.environ["XDG_STATE_HOME"] = str(run_folder() / "main" / "state")
+os.environ["XDG_STATE_HOME"] = str(run_folder() / os.environ.get("PYTEST_XDIST_WORKER", "main") / "state")
 os.environ.update(SETTINGS_OF_DAEMONS)
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     sys.dont_write_bytecode = False
     sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(Path(__file__).parents[1] / "build/bytecode")
@@ -62,37 +66,31 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--profile", choices=profile.PROFILES, default="quick", help="how much the tests try")
-    # pytest keeps short names for its own plugins.
-    parser.getgroup("uma-trio")._addoption(
-        *("-n", "--workers"), type=int, metavar="WORKERS", help="how many processes run the tests; 0: this one does"
-    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     profile.choose(config.getoption("--profile"))
-    config.pluginmanager.register(cpu_time := CpuTime())
-    if (given := config.getoption("--workers")) is None:
-        given = 0 if config.getoption("usepdb") else default_workers()
-
-    def begin(number: int) -> None:
-        os.environ["XDG_STATE_HOME"] = str(run_folder() / f"worker-{number}" / "state")
-        cpu_time.begin()
-
-    if given:
-        config.pluginmanager.register(Workers(given, begin))
+    config.pluginmanager.register(CpuTime())
 
 
-def default_workers() -> int:
-    """How many processes run the tests: with a GPU few, because each has engines that take of its memory."""
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """How many processes ``-n auto`` starts: with a GPU few, because each has engines that take of its memory."""
     if gpu.gpu():
         return min(GPU_WORKERS, os.cpu_count() or 1)
     return (psutil.cpu_count(logical=False) or os.cpu_count() or 1) + 1
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection() -> None:
-    """The garbage collector would look at the thousands of tests again and again: they live to the end."""
-    gc.disable()
+def pytest_collection(session: pytest.Session) -> None:
+    """Begin with the own share of a work that all processes of the run have.
+
+    The garbage collector would look at the thousands of tests again and again: they live to the end.
+    """
+    if is_worker:
+        gc.disable()
+        name, count = (os.environ[f"PYTEST_XDIST_WORKER{each}"] for each in ("", "_COUNT"))
+        rewrite_share(session.config, int(name.removeprefix("gw")), int(count))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -129,6 +127,8 @@ def forked_children(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail if processes of this run are left."""
+    if is_worker:
+        return
     _, left = psutil.wait_procs(_processes_of_this_run(), timeout=EXIT_S)
     for process in left:
         reporter = session.config.pluginmanager.get_plugin("terminalreporter")

@@ -39,20 +39,16 @@ class CpuTime:
         """Whether the test that runs is the last one of its module in this process."""
         self._modules: Counter[str] = Counter()
 
-    def begin(self) -> None:
-        """Count from now on: a process of the run has begun."""
-        self._before_s = _used_s()
-
     def pytest_collection_finish(self) -> None:
         """Begin after the imports of all tests."""
-        self.begin()
+        self._before_s = _used_s()
 
     def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
         self._ends = nextitem is None or nextitem.path != item.path
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, call: pytest.CallInfo[None]) -> Iterator[None]:
-        """Add what a module has used to its last report, which goes to the first process."""
+        """Add what a module has used to its last report, which xdist sends to the first process."""
         report = yield
         if call.when == "teardown" and self._ends:
             now_s = _used_s()
