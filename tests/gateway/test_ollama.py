@@ -151,6 +151,7 @@ def test_an_empty_request_asks_whether_the_model_is_there(client: ollama.Client)
         ("/api/chat", {"think": "maybe"}, 400),
         ("/api/generate", {"prompt": "x", "keep_alive": "soon"}, 400),
         ("/api/embed", {"input": "x", "keep_alive": "5 minutes"}, 400),
+        ("/api/embed", {"input": "x", "keep_alive": "..."}, 400),
         ("/api/chat", {"options": {"temperature": "hot"}}, 400),
         ("/api/chat", {"options": {"num_predict": "many"}}, 400),
         ("/api/chat", {"messages": [{"role": "user", "content": "fox " * 6000}]}, 400),
@@ -168,6 +169,7 @@ def test_refusals(gateway: Gateway, path: str, wrong: dict[str, Any], status: in
         answer = http.post(path, json={"model": "embedded", **messages, "stream": stream, **wrong})
     assert answer.status_code == status, answer.text
     assert isinstance(answer.json()["error"], str)
+    assert "[0-9]" not in answer.json()["error"], "no regular expressions"
 
 
 def test_a_last_message_of_the_assistant_is_continued(client: ollama.Client) -> None:

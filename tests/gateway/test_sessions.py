@@ -147,6 +147,7 @@ def test_sessions_are_listed_read_forked_renamed_and_closed(gateway: Gateway) ->
         assert renamed.json()["session"]["title"] == "Ein Titel"
         found = client.get("/v1/sessions", params={"contains": "ein TITEL", "model": "embedded"}).json()["sessions"]
         assert [(each["session_id"], each["turns"]) for each in found] == [("copy", 1)]
+        assert client.get("/v1/sessions", params={"contains": "\0"}).json()["sessions"] == []
         assert client.get("/v1/sessions", params={"model": "no such"}).status_code == 404
         for name in ("made", "copy"):
             client.post("/v1/session/close", json={"session_id": name}).raise_for_status()

@@ -206,6 +206,7 @@ def test_a_wrong_number_of_an_event_is_refused(gateway: Gateway, after: str) -> 
     with gateway.http() as client:
         found = client.get(f"/v1/responses/{name}", params={"stream": "true", "starting_after": after})
     assert (found.status_code, found.json()["error"]["param"]) == (400, "starting_after")
+    assert ("from 0 to 2147483647" in found.json()["error"]["message"]) == (after == "99999999999")
 
 
 def test_a_background_response_that_fails_says_why(gateway: Gateway) -> None:

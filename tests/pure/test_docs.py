@@ -446,7 +446,8 @@ def metrics_in_markdown(page: str) -> str:
         for metric in group:
             window = "" if metric.window in ("", window_of(metric.path)) else f" {metric.window.capitalize()}."
             meaning = metric.meaning.replace("|", "\\|")
-            lines.append(f"| `{metric.path}` | {meaning}{window} |")
+            renamed = f" Prometheus: `{metric.prometheus_name}`." if metric.name else ""
+            lines.append(f"| `{metric.path}` | {meaning}{window}{renamed} |")
         table = "\n".join(lines) + "\n"
         page = page.replace(before, re.sub(r"(?:^\|.*\n)+", lambda _, table=table: table, before, flags=re.MULTILINE))
     return page
@@ -473,6 +474,7 @@ def test_every_metric_has_unit_and_window_and_meaning() -> None:
 
 def test_settings_that_metrics_md_names_exist() -> None:
     names = {found.name for found in config.settings()} | {name.split(".")[-1] for name in METRICS}
+    names |= {metric.prometheus_name for metric in METRICS.values()}
     for name in re.findall(r"`([a-z]+_[a-z_]+)`", METRICS_PAGE.read_text()):
         assert name in names or name == "llama_decode", name
 

@@ -16,6 +16,9 @@ from uma_trio.errors import BadRequest
 from uma_trio.protocol.parameters import MAX_INT32, in_steps
 from uma_trio.protocol.types import MAX_ERROR_CHARS, ONE_LINE
 
+WORDS: Final = "words"
+"""In ``Meta.extra`` of a type with a pattern: what it is, in words."""
+
 MAX_SHOWN_CHARS: Final = 40
 """A longer text is not quoted."""
 
@@ -164,7 +167,10 @@ def _next(type_: inspect.Type, name: str | None) -> inspect.Type | None:
 
 
 def _members(type_: inspect.Type) -> Iterator[inspect.Type]:
-    """The types of a union; otherwise the type itself."""
+    """The types of a union; otherwise the type itself.  One that has ``WORDS`` keeps them."""
+    if isinstance(type_, inspect.Metadata) and WORDS in (type_.extra or {}):
+        yield type_
+        return
     type_ = _without_metadata(type_)
     if isinstance(type_, inspect.UnionType):
         for member in type_.types:
@@ -207,6 +213,8 @@ def _described(type_: inspect.Type, value: object = UNKNOWN) -> str:
 
 def _described_one(type_: inspect.Type, value: object) -> str:
     match type_:
+        case inspect.Metadata(extra={"words": str(words)}):
+            return words
         case inspect.BoolType():
             return "true or false"
         case inspect.IntType(ge=int(least), le=int(most), multiple_of=int(step)):
@@ -235,7 +243,7 @@ def _described_one(type_: inspect.Type, value: object) -> str:
 
 def _bounds(of: inspect.IntType | inspect.FloatType, value: object) -> str:
     least, above, most = of.ge, of.gt, of.le
-    if most is not None and most >= MAX_INT32 and not (isinstance(value, int) and value > most):  # as good as none
+    if most is not None and most >= MAX_INT32 and not _exceeds(value, most):  # as good as none
         most = None
     to = "" if most is None else f"to {_number(most)}"
     if above is not None:
@@ -243,6 +251,14 @@ def _bounds(of: inspect.IntType | inspect.FloatType, value: object) -> str:
     if least is not None:
         return f" from {_number(least)} {to}" if to else f", {_number(least)} or more"
     return f" up {to}" if to else ""
+
+
+def _exceeds(value: object, most: float) -> bool:
+    """Whether ``value`` is a number above ``most``; in the query of a URL it is a text."""
+    try:
+        return isinstance(value, int | str) and float(value) > most
+    except (ValueError, OverflowError):  # no number, or an integer of more than 308 digits
+        return isinstance(value, int) and value > 0
 
 
 def _number(value: float) -> str:

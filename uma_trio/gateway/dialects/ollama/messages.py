@@ -15,6 +15,7 @@ from uma_trio.gateway.dialects.common.contents import SEEING_ROLES, Picture, con
 from uma_trio.gateway.endpoint import without_effect
 from uma_trio.gateway.errors import invalid
 from uma_trio.protocol.chat import MAX_PICTURES
+from uma_trio.protocol.field_errors import WORDS
 from uma_trio.protocol.parameters import ROWS
 
 OPTIONS: Final = {name: row for row in ROWS for name in row.names_in("ollama")}
@@ -25,8 +26,12 @@ OF_THE_DAEMON: Final = frozenset(
 )
 """Options that load a model in Ollama.  Here they belong to ``uma-trio serve``, so they have no effect."""
 
+_NUMBER: Final = r"([0-9]+\.?[0-9]*|\.[0-9]+)"
+_DURATION: Final = rf"^[-+]?({_NUMBER}|({_NUMBER}(ns|us|µs|μs|ms|s|m|h))+)\Z"
 KeepAlive = (
-    float | Annotated[str, Meta(max_length=32, pattern=r"^[-+]?[0-9.]+((ns|us|µs|μs|ms|s|m|h)[0-9.]*)*\Z")] | None
+    float
+    | Annotated[str, Meta(max_length=32, pattern=_DURATION, extra={WORDS: "a duration such as '5m' or '1h30m'"})]
+    | None
 )
 """How long a model stays: seconds, or a duration as Go writes it, such as ``5m``.  A text of seconds is taken as well."""
 
