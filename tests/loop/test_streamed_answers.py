@@ -23,12 +23,18 @@ KEEP_ALIVE_S = 15.0
 HEAD = {"id": "c", "created": 1, "model": "m", "system_fingerprint": "b1"}
 
 
-async def sent(events: AsyncIterator[list[Event]]) -> list[tuple[float, bytes]]:
-    """What a client gets, each write with its time."""
+async def sent(events: AsyncIterator[list[Event]], frame: bytes = COMMENT) -> list[tuple[float, bytes]]:
+    """What a client gets, each write with its time.  The status has no bytes.
+
+    Args:
+        frame: what the dialect has for clients to ignore.
+    """
     began, found = trio.current_time(), []
 
     async def send(message: dict[str, object]) -> None:
-        if message["type"] == "http.response.body" and message["body"]:
+        if message["type"] == "http.response.start":
+            found.append((trio.current_time() - began, b""))
+        elif message["body"]:
             found.append((trio.current_time() - began, message["body"]))
 
     async def receive() -> dict[str, object]:
@@ -39,6 +45,7 @@ async def sent(events: AsyncIterator[list[Event]]) -> list[tuple[float, bytes]]:
         raise error
 
     renderer = ChatChunks(HEAD, "r", Extras(), n=1, has_usage=False, warnings=[])
+    renderer.keep_alive_frame = frame
     answer = StreamedAnswer(events, renderer, refuse=refuse, keep_alive_s=KEEP_ALIVE_S)
     scope: dict[str, object] = {"type": "http"}
     begin_request(scope, send)
@@ -58,8 +65,21 @@ async def test_13_comments_come_from_admission_on_and_while_a_call_is_written(au
 
     found = await sent(events())
     assert [at for at, data in found if data.endswith(COMMENT)] == [15, 30, 55, 70]
-    assert found[0][1].startswith(b"data: ")  # the status, and who speaks
+    assert found[0] == (15, b"")
+    assert found[1][1].startswith(b"data: ")  # who speaks
     assert found[-1][1].endswith(b"data: [DONE]\n\n")
+
+
+async def test_the_status_does_not_wait_for_a_text_where_there_are_no_comments(autojump_clock: object) -> None:
+    async def events() -> AsyncIterator[list[Event]]:
+        await trio.sleep(40)
+        yield [ToolCallDelta(id="r", call=0, arguments="1")]
+        await trio.sleep(40)
+        yield [ToolCallDelta(id="r", call=0, arguments="2")]
+
+    found = await sent(events(), frame=b"")
+    assert [at for at, _ in found][:4] == [15, 15, 40, 80]
+    assert found[0][1] == b""
 
 
 async def test_a_stream_with_something_to_send_has_no_comments(autojump_clock: object) -> None:

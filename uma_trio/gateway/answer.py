@@ -196,7 +196,7 @@ class StreamedAnswer(Response, Generic[Item]):
     """Sends an answer while it is generated.
 
     The status waits for the first event, so a refusal has a status of its own, but no longer than ``keep_alive_s``: from
-    then on the client gets comments.  Events that arrive together are sent in one write.  A client that reads slowly
+    then on the client gets comments, if the dialect has any.  Events that arrive together are sent in one write.  A client that reads slowly
     stops the reading from the daemon, which pauses the stream.
 
     Args:
@@ -274,10 +274,10 @@ class StreamedAnswer(Response, Generic[Item]):
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def _until_client_leaves(self, receive: Receive, send: Send) -> None:
-        """Return when the client leaves.  Sends comments while there is nothing else to send."""
+        """Return when the client leaves.  Sends the status and comments while there is nothing else to send."""
         frame, self._written_at = self._renderer.keep_alive_frame, anyio.current_time()
         while True:
-            due_at = self._written_at + self._keep_alive_s if frame else math.inf
+            due_at = self._written_at + self._keep_alive_s if frame or not self._has_begun else math.inf
             with anyio.CancelScope(deadline=due_at):
                 await _disconnect(receive)
                 return
