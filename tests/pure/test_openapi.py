@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from starlette.responses import Response
 
+from uma_trio.gateway.answer import POSITION
 from uma_trio.gateway.application import ENDPOINTS
 from uma_trio.gateway.endpoint import Call, Dialect, by_path
+from uma_trio.gateway.errors import ETA
 from uma_trio.gateway.openapi import document
 
 GATEWAY = Path(__file__).parents[2] / "uma_trio" / "gateway"
@@ -64,10 +66,23 @@ def test_parameters_of_queries_are_documented() -> None:
         "interval_ms": {"type": "integer", "minimum": 50, "maximum": 60_000, "default": 250},
     }
     assert parameters("/v1/responses/{id}")["stream"] == {"type": "boolean", "default": False}
-    assert parameters("/v1/models") == {key: {"type": "string"} for key in ("limit", "after_id", "before_id")}, (
-        "those of Anthropic's API, which has the same path, do not bind other clients"
-    )
+    limit = {"anyOf": [{"type": "integer", "minimum": 1, "maximum": 1000}, {"type": "string"}]}
+    assert parameters("/v1/models") == {
+        "limit": limit,
+        "after_id": {"type": "string"},
+        "before_id": {"type": "string"},
+    }, "those of Anthropic's API, which has the same path, do not bind other clients"
+    assert parameters("/v1/models/{name}") == {}, "one model has no pages"
     assert set(parameters("/v1/controllers/{module_id}", "delete")) == {"owner"}
+
+
+def test_headers_of_responses_are_documented() -> None:
+    found = document(ENDPOINTS)
+    responses = found["paths"]["/v1/generate"]["post"]["responses"]
+    assert set(responses["200"]["headers"]) == {"x-request-id", POSITION, ETA}
+    assert set(responses["404"]["headers"]) == {"x-request-id"}
+    assert set(found["paths"]["/v1/models"]["get"]["responses"]["200"]["headers"]) == {"x-request-id"}
+    assert found["components"]["headers"][POSITION]["schema"] == {"type": "integer"}
 
 
 def test_all_parameters_of_queries_are_read_in_one_place() -> None:

@@ -13,13 +13,24 @@ from starlette.responses import Response
 
 import uma_trio
 from uma_trio.errors import InternalError
-from uma_trio.gateway.answer import JSON, json_response
+from uma_trio.gateway.answer import JSON, POSITION, json_response
 from uma_trio.gateway.dialects.native.dialect import NATIVE
 from uma_trio.gateway.endpoint import Call, Endpoint, dialects_of
-from uma_trio.gateway.errors import STATUSES, HttpError
+from uma_trio.gateway.errors import ETA, STATUSES, HttpError
 from uma_trio.gateway.upload import MEDIA_TYPE as FORM
 
 REFERENCE: Final = "#/components/schemas/{name}"
+
+ANY_TEXT: Final = {"type": "string"}
+
+HEADERS: Final = {
+    "x-request-id": ("The id of the request.", ANY_TEXT),
+    POSITION: ("Its place in the queue, 0 if it runs: of a streamed answer to one prompt.", {"type": "integer"}),
+    ETA: ("Milliseconds until its end, as predicted: of a streamed answer to one prompt.", {"type": "integer"}),
+}
+"""Headers of responses: what each is, and its schema."""
+ID: Final = ("x-request-id",)
+"""Those of each response."""
 
 
 def document(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
@@ -52,6 +63,7 @@ def document(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
         "paths": paths,
         "components": {
             "schemas": _with_patterns_of_ecma(components),
+            "headers": {name: {"description": what, "schema": schema} for name, (what, schema) in HEADERS.items()},
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
                 "apiKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -89,7 +101,13 @@ def _operation(endpoint: Endpoint, schema_of: dict[Any, dict[str, Any]]) -> dict
         "tags": [endpoint.dialect.title],
         "summary": summary,
         "description": description.strip(),
-        "responses": {"200": {"description": "The answer", "content": content}},
+        "responses": {
+            "200": {
+                "description": "The answer",
+                "headers": _headers(HEADERS if endpoint.event_shape is not None else ID),
+                "content": content,
+            }
+        },
     }
     names = [part[1:-1] for part in template_of(endpoint.path).split("/") if part.startswith("{")]
     parameters = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
@@ -106,8 +124,16 @@ def _operation(endpoint: Endpoint, schema_of: dict[Any, dict[str, Any]]) -> dict
     body = endpoint.dialect.error_body(HttpError(InternalError, ""), "")
     error = {"text/plain" if isinstance(body, str) else JSON: {"schema": _shape(body)}}
     for status in STATUSES:
-        operation["responses"][str(status)] = {"description": HTTPStatus(status).phrase, "content": error}
+        operation["responses"][str(status)] = {
+            "description": HTTPStatus(status).phrase,
+            "headers": _headers(ID),
+            "content": error,
+        }
     return operation
+
+
+def _headers(names: Iterable[str]) -> dict[str, Any]:
+    return {name: {"$ref": f"#/components/headers/{name}"} for name in names}
 
 
 def _query_parameters(endpoint: Endpoint) -> Iterator[dict[str, Any]]:
@@ -121,7 +147,8 @@ def _query_parameters(endpoint: Endpoint) -> Iterator[dict[str, Any]]:
             schema = {key: value for key, value in {**schema, **kind}.items() if (key, value) != ("default", None)}
             description = schema.pop("description", "")
             if variant is not endpoint:
-                description, schema = f"Only with the header {variant.dialect.header}.", {"type": "string"}
+                description = f"Only with the header {variant.dialect.header}; otherwise any text has no effect."
+                schema = schema if schema == ANY_TEXT else {"anyOf": [schema, ANY_TEXT]}
             yield {"name": name, "in": "query", "required": False, "description": description, "schema": schema}
 
 

@@ -29,7 +29,14 @@ class PageQuery(msgspec.Struct):
 
 async def list_models(call: Call) -> Response:
     """All models that are served, the default one first, and each of them with each of its adapters."""
-    query = call.query(PageQuery)
+    return await _page(call, call.query(PageQuery))
+
+
+async def _list_all(call: Call) -> Response:
+    return await _page(call, PageQuery())
+
+
+async def _page(call: Call, query: PageQuery) -> Response:
     models = await call.ask(lambda client: client.models())
     data = [_model(name, model) for model in models for name in model.names]
     begin = 0 if query.after_id is None else _index(data, query.after_id, "after_id") + 1
@@ -66,6 +73,6 @@ ENDPOINTS = tuple(
     for path in ("/v1/models", "/models")
     for endpoint in (
         ANTHROPIC.get(path, list_models, ModelInfoPage, query=PageQuery),
-        ANTHROPIC.get(f"{path}/{{name:path}}", retriever(list_models, _model), ModelInfo, query=PageQuery),
+        ANTHROPIC.get(f"{path}/{{name:path}}", retriever(_list_all, _model), ModelInfo),
     )
 )
