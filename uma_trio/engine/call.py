@@ -18,20 +18,20 @@ class Call:
 
     def __init__(self, inputs: Sequence[StepInput]) -> None:
         self.inputs = inputs
-        self.samples = [sample for each in inputs for sample in each.samples]
-        self.params = [each.params for each in self.samples]
+        self.samples = [sample for step_input in inputs for sample in step_input.samples]
+        self.params = [sample.params for sample in self.samples]
         self.controller_keys = {
             row: sample.controller_mask for row, sample in enumerate(self.samples) if sample.controller_mask is not None
         }
         """For each row of logits with a mask of a controller, the key of the mask."""
         self.are_plain = not [
-            each
-            for each in self.samples
-            if each.banned is not None
-            or each.bias is not None
-            or each.past is not None
-            or each.logprobs is not None
-            or each.params.mirostat
+            sample
+            for sample in self.samples
+            if sample.banned is not None
+            or sample.bias is not None
+            or sample.past is not None
+            or sample.logprobs is not None
+            or sample.params.mirostat
         ]
         """Whether logits, parameters and random numbers are all that the tokens depend on, masks aside, and all that is wanted
         is tokens."""

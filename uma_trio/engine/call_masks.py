@@ -70,26 +70,26 @@ def masks_of(
 
 def constrained(inputs: Sequence[StepInput]) -> list[tuple[int, int, GrammarState, Sequence[int]]]:
     """Inputs that sample by a grammar: sequence, row of the first sample, state before it, drafts between the samples."""
-    if not [each for each in inputs if each.grammar is not None]:
+    if not [step_input for step_input in inputs if step_input.grammar is not None]:
         return []
-    found = []
+    by_grammar = []
     row = 0
-    for each in inputs:
-        n = len(each.samples)
-        if n and each.grammar is not None:
-            found.append((each.seq_id, row, each.grammar, each.tokens[-n:][1:]))
+    for step_input in inputs:
+        n = len(step_input.samples)
+        if n and step_input.grammar is not None:
+            by_grammar.append((step_input.seq_id, row, step_input.grammar, step_input.tokens[-n:][1:]))
         row += n
-    return found
+    return by_grammar
 
 
 def states_after(
     inputs: Sequence[StepInput], sampled: Sequence[int], end_ids: Sequence[int]
 ) -> list[tuple[int, GrammarState]]:
     """Sequences with a grammar that go on, and their grammars after the tokens that were sampled and accepted."""
-    found = []
+    going_on = []
     for seq_id, row, grammar, drafts in constrained(inputs):
         tokens = sampled[row : row + 1 + len(drafts)]
         accepted = next((n for n, draft in enumerate(drafts) if tokens[n] != draft), len(drafts)) + 1
         if tokens[accepted - 1] >= 0 and tokens[accepted - 1] not in end_ids:
-            found.append((seq_id, grammar.after(tokens[:accepted])))
-    return found
+            going_on.append((seq_id, grammar.after(tokens[:accepted])))
+    return going_on

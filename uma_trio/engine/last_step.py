@@ -54,40 +54,42 @@ class LastStep:
         if output.mus:
             after._mus = dict(output.mus)
         going_on, left, n_others = after.next_inputs, iter(output.tokens), 0
-        for each in chain.from_iterable(calls):
-            seq_id = each.seq_id
-            if self.next_inputs.get(seq_id) is each:
+        for step_input in chain.from_iterable(calls):
+            seq_id = step_input.seq_id
+            if self.next_inputs.get(seq_id) is step_input:
                 token = next(left)
-                if token >= 0 and token not in self._end_ids and token not in each.stop_ids:
-                    going_on[seq_id] = each
-                    each.position += 1
-                    each.tokens = (token,)
-                    each.samples[0].n_before += 1
+                if token >= 0 and token not in self._end_ids and token not in step_input.stop_ids:
+                    going_on[seq_id] = step_input
+                    step_input.position += 1
+                    step_input.tokens = (token,)
+                    step_input.samples[0].n_before += 1
                     continue
-            elif each.samples:
-                after._note(each, [next(left) for _ in each.samples])
+            elif step_input.samples:
+                after._note(step_input, [next(left) for _ in step_input.samples])
             n_others += 1
         if not n_others:
             after.calls = calls
-            after.ids = self.ids if calls is self.calls else [[each.seq_id for each in inputs] for inputs in calls]
+            after.ids = (
+                self.ids if calls is self.calls else [[step_input.seq_id for step_input in inputs] for inputs in calls]
+            )
         return after
 
-    def _note(self, each: StepInput, sampled: Sequence[int]) -> None:
-        """Note the tokens that ``each`` got: draft tokens up to the first rejected one, and the token after them.
+    def _note(self, step_input: StepInput, sampled: Sequence[int]) -> None:
+        """Note the tokens that ``step_input`` got: draft tokens up to the first rejected one, and the token after them.
 
         Args:
-            sampled: one token for each sample of ``each``.
+            sampled: one token for each sample of ``step_input``.
         """
         n = 0
-        for n, draft in enumerate(each.tokens[len(each.tokens) - len(sampled) + 1 :], 1):
+        for n, draft in enumerate(step_input.tokens[len(step_input.tokens) - len(sampled) + 1 :], 1):
             if sampled[n - 1] != draft:
                 n -= 1
                 break
-        self._sampled[each.seq_id] = each, sampled[: n + 1]
+        self._sampled[step_input.seq_id] = step_input, sampled[: n + 1]
         if n + 1 < len(sampled):
-            self.rejected.append(Truncate(each.seq_id, _end(each, n + 1)))
-        elif _is_plain(each) and (following := self.next_input(each.seq_id)):
-            self.next_inputs[each.seq_id] = following
+            self.rejected.append(Truncate(step_input.seq_id, _end(step_input, n + 1)))
+        elif _is_plain(step_input) and (following := self.next_input(step_input.seq_id)):
+            self.next_inputs[step_input.seq_id] = following
 
     def next_input(self, seq_id: int) -> StepInput | None:
         """The next input of a sequence; ``None`` if the tokens of the step ended it, or it got none."""
@@ -125,19 +127,21 @@ def following_request(sample: SampleRequest, tokens: Sequence[int] = ()) -> Samp
     return msgspec.structs.replace(sample, n_before=sample.n_before + 1, past=past)
 
 
-def _end(each: StepInput, n: int) -> int:
-    """Number of tokens that a sequence holds after ``each``, if only the first ``n`` samples are accepted."""
-    return each.position + len(each.tokens) - len(each.samples) + n
+def _end(step_input: StepInput, n: int) -> int:
+    """Number of tokens that a sequence holds after ``step_input``, if only the first ``n`` samples are accepted."""
+    return step_input.position + len(step_input.tokens) - len(step_input.samples) + n
 
 
-def _is_plain(each: StepInput) -> bool:
-    """Whether the inputs that follow ``each`` differ in their tokens, their positions and the numbers of their draws alone."""
-    if len(each.samples) != 1 or each.grammar is not None:
+def _is_plain(step_input: StepInput) -> bool:
+    """Whether the inputs that follow ``step_input`` differ in their tokens, their positions and the numbers of their draws alone."""
+    if len(step_input.samples) != 1 or step_input.grammar is not None:
         return False
-    [sample] = each.samples
+    [sample] = step_input.samples
     return sample.past is None and sample.controller_mask is None and not sample.params.is_adaptive
 
 
-def _after(each: StepInput, following: SampleRequest, n: int) -> StepInput:
-    """What the sequence goes on with after the first ``n`` samples of ``each``, without its token and its grammar."""
-    return StepInput(each.seq_id, _end(each, n), (), (following,), each.stop_ids, None, each.adapters)
+def _after(step_input: StepInput, following: SampleRequest, n: int) -> StepInput:
+    """What the sequence goes on with after the first ``n`` samples of ``step_input``, without its token and its grammar."""
+    return StepInput(
+        step_input.seq_id, _end(step_input, n), (), (following,), step_input.stop_ids, None, step_input.adapters
+    )

@@ -340,7 +340,7 @@ class LlamaEngine:
             layout=LayoutReport(
                 name=choice.layout.name,
                 reason=choice.why,
-                measured={each.layout.name: str(each) for each in choice.measured},
+                measured={trial.layout.name: str(trial) for trial in choice.measured},
                 is_saved=choice.is_saved,
                 rule=choice.rule,
             ),
@@ -393,9 +393,9 @@ class LlamaEngine:
         try:
             return self._step(step, callbacks)
         except StepInterrupted:
-            for each in itertools.chain.from_iterable(step.calls):
-                if not self._context.seq_remove(each.seq_id, each.position, -1):
-                    raise EngineError(f"the memory cannot remove the end of sequence {each.seq_id}") from None
+            for step_input in itertools.chain.from_iterable(step.calls):
+                if not self._context.seq_remove(step_input.seq_id, step_input.position, -1):
+                    raise EngineError(f"the memory cannot remove the end of sequence {step_input.seq_id}") from None
             raise
         finally:
             self._interrupt = None
@@ -445,11 +445,11 @@ class LlamaEngine:
 
     def _divided(self, calls: Sequence[Sequence[StepInput]]) -> list[Sequence[StepInput]]:
         """The calls of ``llama_decode`` that ``calls`` take, in their order."""
-        found = [part for call in calls for part in split_by_media(call)]
+        parts = [part for call in calls for part in split_by_media(call)]
         if self._adapters.files:
             fills = self._fillers
-            found = [part for call in found for part in split_by_adapters(call, self._rows_in_order, fills)]
-        return _without_samples_first(found) if self.is_async else found
+            parts = [part for call in parts for part in split_by_adapters(call, self._rows_in_order, fills)]
+        return _without_samples_first(parts) if self.is_async else parts
 
     def _launch(self, inputs: Sequence[StepInput]) -> float:
         """Call ``llama_decode``; returns when it came back."""
@@ -466,9 +466,9 @@ class LlamaEngine:
                 if are_decodes:
                     add_decodes(batch, [*group])
                 else:
-                    for each in group:
-                        _add(batch, each)
-        self._adapters.apply_by_row(self._context, ((each.adapters, len(each.tokens)) for each in rows))
+                    for step_input in group:
+                        _add(batch, step_input)
+        self._adapters.apply_by_row(self._context, ((row.adapters, len(row.tokens)) for row in rows))
         try:
             code = self._context.decode(batch)
         finally:  # a device may still compute: it takes the cells in the order of the calls
@@ -483,25 +483,25 @@ class LlamaEngine:
 
     def _launch_again(self, inputs: Sequence[StepInput]) -> float:
         """Call ``llama_decode`` with the next token of each row of the batch; returns when it came back."""
-        self._batch.go_on([each.tokens[0] for each in inputs])
-        self._adapters.apply_by_row(self._context, ((each.adapters, 1) for each in inputs))
+        self._batch.go_on([step_input.tokens[0] for step_input in inputs])
+        self._adapters.apply_by_row(self._context, ((step_input.adapters, 1) for step_input in inputs))
         return self._launched(self._context.decode(self._batch))
 
-    def _launch_rows(self, each: StepInput) -> float:
+    def _launch_rows(self, step_input: StepInput) -> float:
         """Call ``llama_decode`` with rows of a picture or of sound; returns when it came back."""
         width = self._model.n_embd_inp
         batch = self._row_batch = self._row_batch or llama_abi.Batch(self._context.n_batch, width)
         batch.clear()
-        [rows] = each.media
+        [rows] = step_input.media
         batch.add_rows(
             rows.read(width),
-            pos=each.position,
-            seq=each.seq_id,
-            logits="last" if each.samples else "none",
+            pos=step_input.position,
+            seq=step_input.seq_id,
+            logits="last" if step_input.samples else "none",
             columns=rows.columns,
             first=rows.row,
         )
-        self._adapters.apply_by_row(self._context, [(each.adapters, rows.n)])
+        self._adapters.apply_by_row(self._context, [(step_input.adapters, rows.n)])
         if rows.is_causal:
             return self._launched(self._context.decode(batch))
         with self._context.attending_to_all():
@@ -532,7 +532,7 @@ class LlamaEngine:
         The daemon may send its next message only when it has this step's answer.  So the wait for it is shorter than this
         call is expected to take: after a long prompt, a decode would be complete long before.
         """
-        n_tokens = [len(each.tokens) for inputs in calls for each in inputs]
+        n_tokens = [len(step_input.tokens) for inputs in calls for step_input in inputs]
         decodes, rows = max(n_tokens, default=1) == 1, max(1, sum(n_tokens))
         if callbacks is not None:
             seconds, rows_then = self._device_times.get(decodes, (0.0, rows))
@@ -545,7 +545,7 @@ class LlamaEngine:
         """Sample what ``call`` wants."""
         samples = call.samples
         logits = self._context.logits(len(samples)).array
-        rows = Rows(call.params, [each.n_before for each in samples])
+        rows = Rows(call.params, [request.n_before for request in samples])
         if call.are_plain and masks is None:
             sampled = self._sampling.sample(logits, rows)
             return SampledCall(sampled.tolist(), (), {}, self._sampling.copied_logits_rows)
@@ -558,7 +558,9 @@ class LlamaEngine:
         rows.banned = [sample.banned for sample in samples]
         rows.biases = [sample.bias for sample in samples]
         rows.pasts = [sample.past for sample in samples]
-        rows.breakers = [self._breakers(tuple(each.breakers)) if each.params.dry_window else None for each in samples]
+        rows.breakers = [
+            self._breakers(tuple(request.breakers)) if request.params.dry_window else None for request in samples
+        ]
         sampled = self._sampling.sample(logits, rows, mus)
         sampled[late] = MASK_LATE
         for row in late:
@@ -567,14 +569,16 @@ class LlamaEngine:
         if raw is not None:
             scores = [None] * len(samples)
             wanted = [samples[row].logprobs or 0 for row in with_logprobs]
-            found = compute_logprobs(raw, sampled[with_logprobs], wanted)
-            for row, score in zip(with_logprobs, found, strict=True):
+            scores_of_rows = compute_logprobs(raw, sampled[with_logprobs], wanted)
+            for row, score in zip(with_logprobs, scores_of_rows, strict=True):
                 scores[row] = score
         return SampledCall(sampled.tolist(), scores, mus, self._sampling.copied_logits_rows + len(with_logprobs))
 
     def draft(self, inputs: Sequence[DraftInput], min_probability: float) -> Drafted:
         if self._drafter is None:
-            return Drafted([Draft(each.seq_id, 0, ()) for each in inputs], failure="there is no draft model")
+            return Drafted(
+                [Draft(draft_input.seq_id, 0, ()) for draft_input in inputs], failure="there is no draft model"
+            )
         return self._drafter.draft(inputs, min_probability)
 
     def define_grammar(self, grammar: DefineGrammar) -> None:
@@ -614,23 +618,23 @@ class LlamaEngine:
 
 def _without_samples_first(calls: list[Sequence[StepInput]]) -> list[Sequence[StepInput]]:
     """``calls`` in an order in which the device need not wait between those that nobody samples from."""
-    seq_ids = [each.seq_id for inputs in calls for each in inputs]
+    seq_ids = [step_input.seq_id for inputs in calls for step_input in inputs]
     if len(calls) < 2 or len({*seq_ids}) < len(seq_ids):  # a sequence's rows keep their order
         return calls
-    return sorted(calls, key=lambda inputs: any(each.samples for each in inputs))
+    return sorted(calls, key=lambda inputs: any(step_input.samples for step_input in inputs))
 
 
-def _add(batch: llama_abi.Batch, each: StepInput) -> None:
-    n, wanted = len(each.tokens), len(each.samples)
+def _add(batch: llama_abi.Batch, step_input: StepInput) -> None:
+    n, wanted = len(step_input.tokens), len(step_input.samples)
     if 1 < wanted < n:
         raise EngineError(f"{wanted} samples for {n} tokens: one, or one each")
     logits: Literal["none", "last", "all"] = "none" if not wanted else "last" if wanted == 1 else "all"
-    batch.add(each.tokens, pos=each.position, seq=each.seq_id, logits=logits)
+    batch.add(step_input.tokens, pos=step_input.position, seq=step_input.seq_id, logits=logits)
 
 
 def described(description: str, n_params: int) -> str:
     """llama.cpp's description of a model, with the number of weights where llama.cpp has no name for its size."""
     for unit, factor in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if (found := n_params / factor) >= 1:
-            return description.replace("?B", f"{found:.1f}{unit}" if found < 10 else f"{found:.0f}{unit}")
+        if (n_units := n_params / factor) >= 1:
+            return description.replace("?B", f"{n_units:.1f}{unit}" if n_units < 10 else f"{n_units:.0f}{unit}")
     return description.replace("?B", str(n_params))

@@ -157,7 +157,7 @@ class PoolingEngine:
 
     def devices(self) -> Devices:
         """What the model computes on, with the memory that is free now."""
-        buffers = [*self._model.buffers, *[each for context in self._contexts.values() for each in context.buffers]]
+        buffers = [*self._model.buffers, *[buffer for context in self._contexts.values() for buffer in context.buffers]]
         return devices_of_model(self._place, self._model, self._settings, buffers)
 
     def step(self, step: Step[StepInput], callbacks: StepCallbacks | None = None) -> StepOutput:
@@ -184,17 +184,17 @@ class PoolingEngine:
 
     def _compute(self, texts: Sequence[EmbeddingInput], adapters: Scales) -> Embedded:
         began = time.perf_counter()
-        found: dict[int, npt.NDArray[np.float32]] = {}
+        by_number: dict[int, npt.NDArray[np.float32]] = {}
         failure = None
         try:
-            if any(each.position or not each.is_last for each in texts):
+            if any(text.position or not text.is_last for text in texts):
                 raise llama_abi.LlamaError("this model computes whole texts, and was given a part of one")
-            for call in self._calls([each.length for each in texts]):
-                found |= zip(call, self._call([texts[number] for number in call], adapters), strict=True)
+            for call in self._calls([text.length for text in texts]):
+                by_number |= zip(call, self._call([texts[number] for number in call], adapters), strict=True)
         except (llama_abi.LlamaError, MemoryError) as error:
-            found, failure = {}, str(error)
+            by_number, failure = {}, str(error)
             self._close_contexts()
-        vectors = [vector for _, vector in sorted(found.items(), key=lambda item: item[0])]
+        vectors = [vector for _, vector in sorted(by_number.items(), key=lambda item: item[0])]
         return Embedded(vectors, 1e3 * (time.perf_counter() - began), self._n_bytes, failure)
 
     def _calls(self, lengths: Sequence[int]) -> list[list[int]]:
@@ -219,12 +219,12 @@ class PoolingEngine:
 
     def _call(self, texts: Sequence[EmbeddingInput], adapters: Scales) -> list[npt.NDArray[np.float32]]:
         """Compute one ``llama_decode`` call; returns a vector of length 1 for each text, or its score."""
-        n_tokens = sum([each.length for each in texts])
+        n_tokens = sum([text.length for text in texts])
         context = self._context_for(n_tokens, is_narrow=not self._on_gpu and texts[0].length < MIN_CALL)
         self._adapters.apply(context, adapters)
         batch = llama_abi.Batch(n_tokens)
-        for seq_id, each in enumerate(texts):
-            batch.add(each.tokens, pos=0, seq=seq_id, logits="all")
+        for seq_id, text in enumerate(texts):
+            batch.add(text.tokens, pos=0, seq=seq_id, logits="all")
         if code := context.decode(batch):
             raise llama_abi.LlamaError({1: "no room in the context", 2: "aborted"}.get(code, f"code {code}"))
         context.synchronize()
@@ -280,7 +280,7 @@ class PoolingEngine:
     @property
     def _n_bytes(self) -> int:
         """What the contexts take."""
-        buffers = sum([each.n_bytes for context in self._contexts.values() for each in context.buffers])
+        buffers = sum([buffer.n_bytes for context in self._contexts.values() for buffer in context.buffers])
         return buffers + sum([context.n_batch * self._row_bytes for context in self._contexts.values()])
 
     def _close_contexts(self) -> None:
@@ -291,7 +291,9 @@ class PoolingEngine:
     # -- what generation needs ------------------------------------------------------------------
 
     def draft(self, inputs: Sequence[DraftInput], min_probability: float) -> Drafted:
-        return Drafted([Draft(each.seq_id, 0, ()) for each in inputs], failure="the model generates no text")
+        return Drafted(
+            [Draft(draft_input.seq_id, 0, ()) for draft_input in inputs], failure="the model generates no text"
+        )
 
     def define_grammar(self, grammar: DefineGrammar) -> None:
         """Does nothing: no step samples."""

@@ -110,7 +110,7 @@ class StepRunner:
         output = self._run_once(step, **options)
         if step.n_passes == 1:
             return output
-        ids = [[each.seq_id if isinstance(each, StepInput) else each for each in inputs] for inputs in step.calls]
+        ids = [[item.seq_id if isinstance(item, StepInput) else item for item in inputs] for inputs in step.calls]
         following: SubmittedStep = Step((), ids, step.number)
         outputs, flags = [output], self._engine.interrupts
         while len(outputs) < step.n_passes and not (flags is not None and flags.is_set(step.number)):
@@ -140,8 +140,11 @@ class StepRunner:
         drafted = None
         if step.drafts:
             drafted = self._engine.draft(self._draft_inputs(step), step.min_draft_probability)
-            drafts = {each.seq_id: each.tokens for each in drafted.drafts if each.tokens}
-            kept = [[_with_drafts(each, drafts.get(each.seq_id, ())) for each in inputs] for inputs in kept]
+            drafts = {draft.seq_id: draft.tokens for draft in drafted.drafts if draft.tokens}
+            kept = [
+                [_with_drafts(step_input, drafts.get(step_input.seq_id, ())) for step_input in inputs]
+                for inputs in kept
+            ]
         ops = [*last.rejected, *step.ops] if last.rejected else step.ops
         self._last = self._nothing_left
         runnable: Step[StepInput] = Step(
@@ -161,33 +164,37 @@ class StepRunner:
         return [
             [
                 known
-                for each in inputs
-                if (known := each if isinstance(each, StepInput) else self._last.next_input(each))
+                for item in inputs
+                if (known := item if isinstance(item, StepInput) else self._last.next_input(item))
             ]
             for inputs in step.calls
         ]
 
     def _draft_inputs(self, step: SubmittedStep) -> list[DraftInput]:
         """The inputs of the draft model.  Those of continued sequences get the tokens of the last step."""
-        goes_on = {each for inputs in step.calls for each in inputs if not isinstance(each, StepInput)}
-        found = []
-        for each in step.drafts:
-            if each.seq_id not in goes_on:
-                found.append(each)
-            elif self._last.next_input(each.seq_id) is not None:
-                tokens = [*each.tokens, *self._last.tokens_of(each.seq_id)]
-                found.append(DraftInput(each.seq_id, each.position, tokens, each.n_drafts, each.temperature))
-        return found
+        goes_on = {item for inputs in step.calls for item in inputs if not isinstance(item, StepInput)}
+        draft_inputs = []
+        for draft_input in step.drafts:
+            if draft_input.seq_id not in goes_on:
+                draft_inputs.append(draft_input)
+            elif self._last.next_input(draft_input.seq_id) is not None:
+                tokens = [*draft_input.tokens, *self._last.tokens_of(draft_input.seq_id)]
+                draft_inputs.append(
+                    DraftInput(
+                        draft_input.seq_id, draft_input.position, tokens, draft_input.n_drafts, draft_input.temperature
+                    )
+                )
+        return draft_inputs
 
     @staticmethod
     def _with_dropped(step: SubmittedStep, kept: Sequence[Sequence[StepInput]], output: StepOutput) -> StepOutput:
         """``output`` of the inputs ``kept``, with ``DROPPED`` in the places of the other inputs of ``step``."""
-        ran = {each.seq_id: len(each.samples) for inputs in kept for each in inputs}
-        found = iter(zip(output.tokens, output.scores or [None] * len(output.tokens), strict=True))
+        ran = {step_input.seq_id: len(step_input.samples) for inputs in kept for step_input in inputs}
+        sampled = iter(zip(output.tokens, output.scores or [None] * len(output.tokens), strict=True))
         both: list[tuple[int, TokenLogprobs | None]] = []
-        for each in chain.from_iterable(step.calls):
-            seq_id = each.seq_id if isinstance(each, StepInput) else each
-            both += [next(found) for _ in range(ran[seq_id])] if seq_id in ran else [(DROPPED, None)]
+        for item in chain.from_iterable(step.calls):
+            seq_id = item.seq_id if isinstance(item, StepInput) else item
+            both += [next(sampled) for _ in range(ran[seq_id])] if seq_id in ran else [(DROPPED, None)]
         scores = [score for _, score in both] if output.scores else ()
         return msgspec.structs.replace(output, tokens=tuple([token for token, _ in both]), scores=scores)
 
@@ -195,23 +202,23 @@ class StepRunner:
 def _joined(outputs: Sequence[StepOutput], n_passes: int) -> StepOutput:
     """The output of a step whose calls were computed once for each of ``outputs``, and were to be ``n_passes`` times."""
     each_time = [*outputs, *[StepOutput(n_passes=0)] * (n_passes - len(outputs))]
-    joined = {name: join([getattr(each, name) for each in each_time]) for name, join in JOINS.items()}
+    joined = {name: join([getattr(output, name) for output in each_time]) for name, join in JOINS.items()}
     return msgspec.structs.replace(outputs[0], **joined)
 
 
-def _with_drafts(each: StepInput, drafts: Sequence[int]) -> StepInput:
-    """``each`` with draft tokens after its own, and a sample for each of them."""
+def _with_drafts(step_input: StepInput, drafts: Sequence[int]) -> StepInput:
+    """``step_input`` with draft tokens after its own, and a sample for each of them."""
     if not drafts:
-        return each
-    samples = [*each.samples]
+        return step_input
+    samples = [*step_input.samples]
     for token in drafts:
         samples.append(following_request(samples[-1], [token]))
-    return msgspec.structs.replace(each, tokens=[*each.tokens, *drafts], samples=samples)
+    return msgspec.structs.replace(step_input, tokens=[*step_input.tokens, *drafts], samples=samples)
 
 
 def _decodes(step: SubmittedStep) -> tuple[int, ...]:
     """The rows of each call of ``step``, if all of them go on with a sequence by one token; otherwise empty."""
-    if [each for inputs in step.calls for each in inputs if isinstance(each, StepInput) and len(each.tokens) != 1]:
+    if [item for inputs in step.calls for item in inputs if isinstance(item, StepInput) and len(item.tokens) != 1]:
         return ()
     return tuple(map(len, step.calls))
 
@@ -311,9 +318,9 @@ class Worker:
         except EngineError as error:
             engine.reset()
             self._read(wait=False)
-            for each in self._steps:
-                self._revoked.append(Revoked(each.number))
-                self._close_fds_of(each)
+            for waiting in self._steps:
+                self._revoked.append(Revoked(waiting.number))
+                self._close_fds_of(waiting)
             self._steps.clear()
             self._answer(StepFailed(step.number, str(error)))
             return
@@ -335,8 +342,8 @@ class Worker:
         The write may be delayed: see ``_unsent``.
         """
         waiting = self._steps[0].number if self._steps else math.inf
-        turn = [each for each in self._revoked if each.number < waiting]
-        self._revoked = [each for each in self._revoked if each.number > waiting]
+        turn = [revoked for revoked in self._revoked if revoked.number < waiting]
+        self._revoked = [revoked for revoked in self._revoked if revoked.number > waiting]
         self._unsent += [*before, *turn]
         if not (self._steps and self.engine is not None and self.engine.is_async and self._is_recorded(self._steps[0])):
             self._flush()
@@ -348,7 +355,7 @@ class Worker:
     def _flush(self) -> None:
         if self._unsent:
             unsent, self._unsent = self._unsent, []
-            self._sock.sendall(b"".join([encode(each) for each in unsent]))
+            self._sock.sendall(b"".join([encode(message) for message in unsent]))
 
     def _send(self, message: FromEngine) -> None:
         self._sock.sendall(encode(message))
@@ -445,8 +452,8 @@ class Worker:
         """Give each part of ``step`` that came with a file descriptor the number that this has here."""
         step.ops = [self._with_fd(op, step.number) for op in step.ops]
         if self._fds:
-            chunks = [each for inputs in step.calls for each in inputs if isinstance(each, StepInput)]
-            for rows in chain.from_iterable([each.media for each in chunks]):
+            chunks = [item for inputs in step.calls for item in inputs if isinstance(item, StepInput)]
+            for rows in chain.from_iterable([chunk.media for chunk in chunks]):
                 rows.fd = self._take_fd(step.number)
 
     def _with_fd(self, op: KvOp, number: int) -> KvOp:

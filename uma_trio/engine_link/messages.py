@@ -517,7 +517,7 @@ def by_input(missing: Any) -> Callable[[Sequence[Sequence[Any]]], Sequence[Any]]
             return ()
         if not all(values):
             none = (missing,) * max(map(len, values))
-            values = [each or none for each in values]
+            values = [value or none for value in values]
         return tuple(chain.from_iterable(zip(*values, strict=True)))
 
     return join
@@ -582,13 +582,13 @@ def joins(output: type[msgspec.Struct]) -> dict[str, Callable[[Sequence[Any]], A
     Raises:
         TypeError: a field has none.
     """
-    found = {}
-    for each in msgspec.structs.fields(output):
-        join, *others = getattr(each.type, "__metadata__", (None,))
+    functions = {}
+    for field in msgspec.structs.fields(output):
+        join, *others = getattr(field.type, "__metadata__", (None,))
         if join is None or others:
-            raise TypeError(f"{output.__name__}.{each.name} does not say how those of several passes are joined")
-        found[each.name] = join
-    return found
+            raise TypeError(f"{output.__name__}.{field.name} does not say how those of several passes are joined")
+        functions[field.name] = join
+    return functions
 
 
 JOINS: Final = {name: join for name, join in joins(StepOutput).items() if join is not of_first_pass}
@@ -739,14 +739,14 @@ class Decoder:
         """
         buffer = self._buffer
         buffer += data
-        found = []
+        messages = []
         at = 0
         while len(buffer) - at >= HEADER_BYTES:
             end = at + HEADER_BYTES + int.from_bytes(buffer[at : at + HEADER_BYTES], "little")
             if end > len(buffer):
                 break
-            found.append(self._decoder.decode(memoryview(buffer)[at + HEADER_BYTES : end]))
+            messages.append(self._decoder.decode(memoryview(buffer)[at + HEADER_BYTES : end]))
             at = end
         if at:
             del buffer[:at]
-        return found
+        return messages

@@ -235,21 +235,21 @@ class _PlainEvent(msgspec.Struct, forbid_unknown_fields=True):
 _plain_events: Final = msgspec.json.Decoder(_PlainEvent)
 
 
-def decode_event(found: bytes) -> Event:
+def decode_event(data: bytes) -> Event:
     """``parse_event`` of a payload; quick for tokens in JSON.
 
     Raises:
         BadRequest, InvalidJson, InvalidCbor: it is not an event.
     """
-    if b',"event":"token","text"' in found or b',"event":"reasoning","text"' in found:
+    if b',"event":"token","text"' in data or b',"event":"reasoning","text"' in data:
         try:
-            plain = _plain_events.decode(found)
+            plain = _plain_events.decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             """It has more fields, or is wrong, which ``parse_event`` says."""
         else:
             cls = Token if plain.event == "token" else Reasoning
             return cls(id=plain.id, text=plain.text, token_id=plain.token_id, index=plain.index)
-    return parse_event(payload.decode(found, payload.encoding_of(found)))
+    return parse_event(payload.decode(data, payload.encoding_of(data)))
 
 
 def parse_event(fields: dict[str, Any]) -> Event:
@@ -304,7 +304,7 @@ def to_fields(event: ServerEvent) -> dict[str, Any]:
         if event.logprob is not None:
             fields["logprob"] = event.logprob
             fields["bytes"] = event.bytes
-            fields["top_logprobs"] = [_logprob_fields(found) for found in event.top_logprobs or ()]
+            fields["top_logprobs"] = [_logprob_fields(logprob) for logprob in event.top_logprobs or ()]
         return fields
     fields = {"id": event.id, "event": _EVENT_NAMES[type(event)]}
     if isinstance(event, Metrics):
@@ -314,20 +314,20 @@ def to_fields(event: ServerEvent) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if value is not None}
 
 
-def _logprob_fields(found: Logprob) -> dict[str, Any]:
+def _logprob_fields(logprob: Logprob) -> dict[str, Any]:
     """Spelled out like a token's fields: up to twenty of these come with each token."""
     return {
-        "token_id": found.token_id,
-        "text": found.text,
-        "bytes": found.bytes,
-        "logprob": found.logprob,
+        "token_id": logprob.token_id,
+        "text": logprob.text,
+        "bytes": logprob.bytes,
+        "logprob": logprob.logprob,
     }
 
 
 def _plain(record: attrs.AttrsInstance) -> dict[str, Any]:
     """Like ``attrs.asdict`` without ``None``, but leaves ``metadata`` as it is: its values are plain already."""
-    found = {field.name: getattr(record, field.name) for field in attrs.fields(type(record))}
-    return {name: _plain_value(value) for name, value in found.items() if value is not None}
+    values = {field.name: getattr(record, field.name) for field in attrs.fields(type(record))}
+    return {name: _plain_value(value) for name, value in values.items() if value is not None}
 
 
 def _plain_value(value: Any) -> Any:

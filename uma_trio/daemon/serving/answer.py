@@ -455,7 +455,7 @@ class Answer:
             tool_calls=[*assembler.calls] or None,
             logprobs=None
             if self.request.stream or self.request.logprobs is None
-            else [each for each in text.logprobs if each is not None],
+            else [token for token in text.logprobs if token is not None],
             constraint_complete=None if self.sampling.grammar is None else self._has_ended_itself,
             stop=assembler.matched,
             waits_for=[*self.control.waits_for] or None if reason == "deadlock" else None,

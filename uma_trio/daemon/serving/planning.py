@@ -145,7 +145,7 @@ class StepPlanner:
         if self._controllers and self._controllers.prevents_run_ahead(step):
             return NoStep.CONTROLLER
         if not self._info.can_truncate and (
-            self._waiting.may_admit or any(each.state is State.PREFILL for each in self._running)
+            self._waiting.may_admit or any(answer.state is State.PREFILL for answer in self._running)
         ):
             return NoStep.CANNOT_TRUNCATE
         return None
@@ -233,8 +233,8 @@ class StepPlanner:
         seq_ids = [*[view.seq_id for view in chosen.decodes], *[chunk.seq_id for chunk in chosen.chunks]]
         computed = [answers[seq_id] for seq_id in seq_ids]
         return all(
-            each.priority is Priority.BACKGROUND and not each.control.exists and not each.prompt.media
-            for each in computed
+            answer.priority is Priority.BACKGROUND and not answer.control.exists and not answer.prompt.media
+            for answer in computed
         )
 
     def _pause_of(self, answer: Answer) -> int:

@@ -64,7 +64,7 @@ class Recovery:
         for step in steps:
             if step.planned.transfer is not None:
                 self._offloader.complete(step.planned.transfer, None)
-            suspects |= {each: row.end for each, row in step.rows.items() if each.state is not State.FINISHED}
+            suspects |= {answer: row.end for answer, row in step.rows.items() if answer.state is not State.FINISHED}
         chunks = [step.planned.embedding for step in steps if step.planned.embedding is not None]
         self._embeddings.lost(chunks[0] if chunks else None)
         if not self.is_stopping:

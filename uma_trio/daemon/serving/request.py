@@ -110,17 +110,17 @@ def adapters_of(request: Generate | PoolingRequest, info: ModelInfo) -> AdapterS
     """
     if not request.adapters:
         return NO_ADAPTERS
-    numbers = {each.name: number for number, each in enumerate(info.adapters)}
+    numbers = {adapter.name: number for number, adapter in enumerate(info.adapters)}
     scales: dict[int, float] = {}
-    for each in request.adapters:
-        number = numbers.get(each.name)
+    for choice in request.adapters:
+        number = numbers.get(choice.name)
         if number is None:
             there = f"it has {', '.join(numbers)}" if numbers else "it has none: see serve --adapter"
-            raise AdapterNotFound(f"the model {info.name} has no adapter {each.name!r}; {there}", field="adapters")
+            raise AdapterNotFound(f"the model {info.name} has no adapter {choice.name!r}; {there}", field="adapters")
         if number in scales:
-            raise BadRequest(f"adapters names {each.name!r} twice", field="adapters")
-        scales[number] = info.adapters[number].scale if each.scale is None else each.scale
-    return adapter_set(scales, {number: each.fingerprint for number, each in enumerate(info.adapters)})
+            raise BadRequest(f"adapters names {choice.name!r} twice", field="adapters")
+        scales[number] = info.adapters[number].scale if choice.scale is None else choice.scale
+    return adapter_set(scales, {number: adapter.fingerprint for number, adapter in enumerate(info.adapters)})
 
 
 INSTEAD: Final[dict[Purpose, str]] = {

@@ -197,7 +197,7 @@ class Scheduler:
                 send_prompt(answer)
         if known is not None:
             self._replay(known)
-        has_place = any(each in self._running for each in answers) or self._running.capacity().has_spare
+        has_place = any(answer in self._running for answer in answers) or self._running.capacity().has_spare
         if not has_place or answers[0].deadline_at < math.inf:  # otherwise a tick reports, while its prompt is computed
             self._report_forecasts()
         for answer in answers:
@@ -350,7 +350,7 @@ class Scheduler:
 
     def answers(self) -> Iterator[Answer]:
         """All that have not finished: running ones, then waiting ones."""
-        return (each for each in chain(self._running, self._waiting) if each.state is not State.FINISHED)
+        return (answer for answer in chain(self._running, self._waiting) if answer.state is not State.FINISHED)
 
     def snapshot(self) -> dict[str, Any]:
         """Numbers for the metrics.  Never waits for a tick."""
@@ -415,18 +415,18 @@ class Scheduler:
         if self._controllers:
             await self._ask_controllers(completed)
         if self._rest is not None:  # nobody waits for a text while the device rests
-            for each in completed:
-                self._deliver(each)
+            for step in completed:
+                self._deliver(step)
             await self._pause(self._rest, completed)
             completed = []
         if self._steps.begun is None:
             await self._advance_copies()
             self._admit(may_preempt=True)
             self._submit(self._planner.next_step())
-        elif not any(new.is_urgent for each in completed for new in each.new_tokens):
+        elif not any(new.is_urgent for step in completed for new in step.new_tokens):
             self._run_ahead()
-        for each in completed:
-            self._deliver(each)
+        for step in completed:
+            self._deliver(step)
         self._report_forecasts()
         if self.on_step is not None:
             self.on_step()
@@ -489,7 +489,7 @@ class Scheduler:
         if not completed:
             return
         now = trio.current_time()
-        busy_s = sum([each.duration_ms for each in completed]) / 1e3
+        busy_s = sum([step.duration_ms for step in completed]) / 1e3
         await trio.sleep(rest.after_tick(busy_s, now, self._energy.watts))
 
     async def _ask_controllers(self, completed: list[CompletedStep]) -> None:
@@ -497,8 +497,8 @@ class Scheduler:
 
         Clients without a controller get their tokens later, as always.
         """
-        for each in completed:
-            self._deliver_tokens(each, controlled=True)
+        for step in completed:
+            self._deliver_tokens(step, controlled=True)
         if self._steps.begun is not None:
             self._controllers.start_next_exchange()
             return
@@ -534,9 +534,9 @@ class Scheduler:
             failure = str(death)
         if failure is None:
             return completed
-        for each in completed:  # what was computed before the failure does not wait for the restart
-            self._deliver_tokens(each, controlled=True)
-            self._deliver(each)
+        for done in completed:  # what was computed before the failure does not wait for the restart
+            self._deliver_tokens(done, controlled=True)
+            self._deliver(done)
         await self._recover(failure)
         return []
 
@@ -548,10 +548,10 @@ class Scheduler:
             self.offloader.complete(planned.transfer, output)
         if planned.embedding is not None:
             self._embeddings.complete(planned.embedding, output)
-        for each in step.rows:
-            alone, shared = each.n_steps
+        for answer in step.rows:
+            alone, shared = answer.n_steps
             n = output.n_passes
-            each.n_steps = (alone + n, shared) if len(step.rows) == 1 else (alone, shared + n)
+            answer.n_steps = (alone + n, shared) if len(step.rows) == 1 else (alone, shared + n)
         self._energy.step(step.rows, now)
         new_tokens = complete_step(
             step,

@@ -155,13 +155,13 @@ class Speculator:
             return [], 0.0
         time_ms = 1e3 * (min([view.due_s for view in chosen.decodes]) - trio.current_time())
         inputs = self._model.catch_up(behind, min(time_ms / 2, self._settings.prefill_tick_ms) - chosen.predicted_ms)
-        return inputs, self._model.cost.ms(1, sum([len(each.tokens) for each in inputs]))
+        return inputs, self._model.cost.ms(1, sum([len(draft_input.tokens) for draft_input in inputs]))
 
     def _behind(self, streams: Sequence[Answer]) -> list[Answer]:
         """Streams that the draft model should compute the tokens of, before it can propose some."""
         if self._model is None or not self.looks_at(streams) or self._bisection.is_active:
             return []
-        return [each for each in streams if self._model.should_catch_up(each, self._timings.cost)]
+        return [stream for stream in streams if self._model.should_catch_up(stream, self._timings.cost)]
 
     # -- results --------------------------------------------------------------------------------
 

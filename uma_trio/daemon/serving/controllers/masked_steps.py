@@ -49,9 +49,9 @@ class MaskedSteps:
         self._engine.link.attach_masks(masks)
         inputs = dict(zip(step.rows, chain.from_iterable(message.calls), strict=True))
         for answer in sampled:
-            found = inputs[answer]
-            if isinstance(found, StepInput):  # the others go on with the same key
-                found.samples[0].controller_mask = control_of(answer).id
+            row = inputs[answer]
+            if isinstance(row, StepInput):  # the others go on with the same key
+                row.samples[0].controller_mask = control_of(answer).id
         plain = [answer for answer in step.rows if not answer.control.exists]
         if plain and not any(answer.sampling.grammar for answer in plain):
             message.mask_timeout_ms = SHORT_MASK_TIMEOUT_MS
@@ -59,7 +59,7 @@ class MaskedSteps:
 
     def sampled(self, step: InFlightStep) -> list[Answer]:
         """The controlled answers that ``step`` samples."""
-        return [each for each, row in step.rows.items() if each.control.exists and row.is_sampled]
+        return [answer for answer, row in step.rows.items() if answer.control.exists and row.is_sampled]
 
     def samples(self, answer: Answer) -> bool:
         """Whether a step in flight samples the next token of ``answer``."""
@@ -95,4 +95,4 @@ class MaskedSteps:
         sampled = self.sampled(step)
         others = len(sampled) < len(step.rows)
         time_ms = step.planned.plan.predicted_ms + (0.0 if others else step.planned.mask_timeout_ms / 2)
-        return sum(exchanges_ms) <= time_ms and all(control_of(each).may_run_ahead for each in sampled)
+        return sum(exchanges_ms) <= time_ms and all(control_of(answer).may_run_ahead for answer in sampled)
