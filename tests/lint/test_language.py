@@ -112,7 +112,7 @@ PHRASES = {
 """In prose: docstrings, comments, texts for users, documents."""
 
 VAGUE_NAMES = {
-    "uma_trio": {"found": 1.4, "each": 0.9},
+    "uma_trio": {"found": 0.1, "each": 0.1},
     "llama_abi": {"found": 0.3, "each": 0.3},
     "benches": {"found": 0.2, "each": 0.1},
 }
