@@ -196,8 +196,8 @@ class StreamedAnswer(Response, Generic[Item]):
     """Sends an answer while it is generated.
 
     The status waits for the first event, so a refusal has a status of its own, but no longer than ``keep_alive_s``: from
-    then on the client gets comments, if the dialect has any.  Events that arrive together are sent in one write.  A client that reads slowly
-    stops the reading from the daemon, which pauses the stream.
+    then on the client gets comments, if the dialect has any.  Events that arrive together are sent in one write.  A client
+    that reads slowly stops the reading from the daemon, which pauses the stream.
 
     Args:
         events: from ``Daemon.generate``, or made of that.  It is closed when the client leaves, and that cancels the request.
