@@ -89,7 +89,7 @@ EVENTS = st.tuples(
     st.sampled_from(["cancel", "cancel all", "crash", "fail", "stall", "read", "die", "slow", "quick"]),
     st.integers(0, 5),
 )
-"""How many milliseconds after the event before, what, and to whom."""
+"""Milliseconds since the event before, what happens, and the number of the program that it happens to."""
 
 
 class World:
@@ -103,12 +103,12 @@ class World:
         self.has_crashed = False
         self.exchange_ms = 0.7
 
-    def happen(self, what: str, whom: int) -> None:
+    def happen(self, what: str, number: int) -> None:
         scheduler = self.harness.scheduler
-        _, client, answers = self.programs[whom % len(self.programs)]
+        _, client, answers = self.programs[number % len(self.programs)]
         match what:
             case "cancel":
-                scheduler.cancel(answers[whom % len(answers)])
+                scheduler.cancel(answers[number % len(answers)])
             case "cancel all":
                 for answer in answers:
                     scheduler.cancel(answer)
@@ -166,9 +166,9 @@ async def play(
         for i in range(n_plain):
             client = Client()
             world.plain.append((50 + i, client, harness.ask([50 + i], client, 25, id=f"plain {i}")))
-        for pause_ms, what, whom in events:
+        for pause_ms, what, number in events:
             await trio.sleep(pause_ms / 1e3)
-            world.happen(what, whom)
+            world.happen(what, number)
             harness.scheduler.check_integrity()
         await trio.sleep(0.5)
         world.read()
